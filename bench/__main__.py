@@ -1,0 +1,265 @@
+"""`python -m bench`: times the backward call, or prints tables from recorded results.
+
+Exit status: 0 fine; 1 a schedule of ours failed its check, nothing was timed, or --compare found a regression; 2 wrong
+usage or no Hopper GPU.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from bench import cells, report
+from bench.cells import Cell, list_cells, parse_seqlen
+from bench.implementations import OURS, find_candidates, parse_peers, parse_schedules
+from bench.results import FAILED, REGIMES, Results, check_same_environment, merge
+from bench.timing import BurstPlan
+
+if TYPE_CHECKING:
+    from bench.runner import Run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line; returns the exit status."""
+    started_s = monotonic()
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(argv)
+    try:
+        for name, report_from in _REPORTS.items():
+            if getattr(args, name):
+                return report_from(args)
+        if args.dry_run:
+            return _dry_run(args)
+        run = _set_up(args, argv, started_s)
+    except (ValueError, OSError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    return _time(run, args)
+
+
+def _set_up(args: argparse.Namespace, argv: Sequence[str], started_s: float) -> "Run":
+    """The run that the arguments describe.
+
+    Raises:
+        ValueError: an argument is wrong, there is no Hopper GPU, or --out must not be written.
+    """
+    schedules, peers = parse_schedules(args.schedule), parse_peers(args.peers)
+    _selected_cells(args)
+    if args.out and args.out.exists() and not args.resume:
+        raise ValueError(f"--out {args.out} exists; --resume continues it")
+
+    from cute_dash.testing import why_no_hopper
+
+    if reason := why_no_hopper():
+        raise ValueError(f"timing needs a Hopper GPU: {reason}")
+
+    from bench.device import CudaDevice
+    from bench.runner import Plan, Run
+
+    burst = BurstPlan(rounds=args.rounds, round_ms=args.round_ms)
+    plan = Plan(args.bits_runs, burst, args.sustained, args.max_seconds, started_s)
+    device = CudaDevice()
+    environment = device.environment()
+    environment["command"] = shlex.join(["python", "-m", "bench", *argv])
+    if args.commit:
+        environment["commit"] = args.commit
+    results = _start_results(args, environment, plan.describe())
+    find = partial(find_candidates, schedules=schedules, peers=peers, num_sms=environment["sm_count"])
+    return Run(device, find, plan, results, args.out, partial(_log, started_s))
+
+
+def _time(run: "Run", args: argparse.Namespace) -> int:
+    """Times the selected cells; the summary is the last thing printed, also after Ctrl-C."""
+    environment, selected = run.results.environment, _selected_cells(args)
+    run.log(f"{environment['gpu']}, torch {environment['torch']}, DSL {environment['dsl']}, {len(selected)} cells")
+    try:
+        run.all_cells(selected)
+    except KeyboardInterrupt:
+        run.log("interrupted")
+    for regime in run.plan.regimes:
+        print(f"\n{report.summary(run.results, _style(args, regime))}", flush=True)
+    return _run_status(run.results)
+
+
+def _run_status(results: Results) -> int:
+    """1 if one of ours failed or nothing was timed; a peer's failure is reported, and not ours to answer for."""
+    failed = any(u.implementation == OURS and u.verdict == FAILED for u in results.untimed)
+    return int(failed or not results.records)
+
+
+def _start_results(args: argparse.Namespace, environment: dict[str, Any], method: dict[str, Any]) -> Results:
+    """Empty results, or those of the file that --resume continues."""
+    if not (args.resume and args.out and args.out.exists()):
+        return Results(environment, method)
+    results = Results.load(args.out)
+    check_same_environment(results.environment, environment)
+    if results.method != method:
+        raise ValueError(f"{args.out} was measured as {results.method}, this command says {method}")
+    return results
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    """Says what would be timed; needs no GPU."""
+    schedules, peers = parse_schedules(args.schedule), parse_peers(args.peers)
+    for cell in _selected_cells(args):
+        candidates, untimed = find_candidates(cell, schedules, peers)
+        print(f"{cell.label}: {', '.join(c.key.label for c in candidates) or 'nothing'}")
+        for entry in untimed:
+            print(f"  without {entry.key.label}: {entry.reason}")
+    for peer in peers:
+        if peer.missing():
+            print(f"not installed: {peer.name} ({peer.missing()})")
+    return 0
+
+
+def _table(args: argparse.Namespace) -> int:
+    results = merge(Results.load(path) for path in args.table)
+    print(report.summary(results, _style(args, args.regime)))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    old, new = (Results.load(path) for path in args.compare)
+    text, regressions = report.compare(old, new, args.threshold, _style(args, args.regime))
+    print(text)
+    return int(regressions > 0)
+
+
+def _paper(args: argparse.Namespace) -> int:
+    results = merge(Results.load(path) for path in args.paper)
+    print(report.paper(results, _style(args, args.regime)))
+    return 0
+
+
+def _model(args: argparse.Namespace) -> int:
+    from bench import model_vs_measured as mvm
+
+    results = merge(Results.load(path) for path in args.model)
+    model = mvm.Model(args.model_reduce, args.model_latency, args.model_dq_stages)
+    selected = [c for c in results.cells() if _is_selected(c, args)]
+    print(mvm.report(results, selected, model, args.model_reference, _style(args, args.regime)))
+    return 0
+
+
+_REPORTS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "table": _table,
+    "compare": _compare,
+    "paper": _paper,
+    "model": _model,
+}
+
+
+def _style(args: argparse.Namespace, regime: str) -> report.Style:
+    return report.Style(args.markdown, args.value, regime)
+
+
+def _selected_cells(args: argparse.Namespace) -> list[Cell]:
+    return list_cells(args.head_dim, args.mask, args.seqlen, args.batch, args.heads, args.dtype)
+
+
+def _is_selected(cell: Cell, args: argparse.Namespace) -> bool:
+    return cell.head_dim in args.head_dim and cell.mask in args.mask and cell.seqlen in args.seqlen
+
+
+def _log(started_s: float, line: str) -> None:
+    print(f"[{monotonic() - started_s:4.0f} s] {line}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.split("\n")[0])
+    _add_what(parser.add_argument_group("what is timed"))
+    _add_how(parser.add_argument_group("how"))
+    _add_reports(parser.add_argument_group("tables from recorded results (no GPU)"))
+    return parser
+
+
+def _add_what(group: Any) -> None:
+    default = ",".join(map(cells.format_seqlen, cells.SEQLENS))
+    group.add_argument("--head-dim", type=_list_of(int), default=list(cells.HEAD_DIMS), help="default: 64,128")
+    group.add_argument("--mask", type=_list_of(_mask), default=list(cells.MASKS), help="default: causal,full")
+    group.add_argument(
+        "--seqlen", type=_list_of(parse_seqlen), default=list(cells.SEQLENS), help=f"tokens; default: {default}"
+    )
+    group.add_argument("--batch", type=int, help="default: 16384 / seqlen")
+    group.add_argument("--heads", type=int, help="default: 2048 / head dim")
+    group.add_argument("--dtype", choices=cells.DTYPES, default="bf16", help="default: %(default)s")
+    group.add_argument("--schedule", default="all", help="comma-separated names or module:ATTR; all (default), none")
+    group.add_argument(
+        "--peers", default="all", help="comma-separated: fa4, cudnn; all (default: those installed), none"
+    )
+    group.add_argument("--dry-run", action="store_true", help="print what would be timed, and stop")
+
+
+def _add_how(group: Any) -> None:
+    group.add_argument("--bits-runs", type=_at_least(2), default=10, help="runs with equal bits; default: %(default)s")
+    group.add_argument("--rounds", type=_at_least(1), default=7, help="burst rounds; default: %(default)s")
+    group.add_argument(
+        "--round-ms", type=float, default=8.0, help="a candidate's share of a round; default: %(default)s"
+    )
+    group.add_argument(
+        "--sustained",
+        type=_sustained_seconds,
+        nargs="?",
+        const=3.0,
+        metavar="SECONDS",
+        help="also time each candidate in a loop of this length, power-capped; 3 if no number is given",
+    )
+    group.add_argument("--max-seconds", type=float, help="start no cell later than this")
+    group.add_argument("--out", type=Path, metavar="FILE.json", help="results, rewritten after every cell")
+    group.add_argument("--resume", action="store_true", help="continue --out: time the cells that it has not complete")
+    group.add_argument("--commit", help="the commit to record, where the sources are not a git checkout")
+
+
+def _add_reports(group: Any) -> None:
+    group.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="the summary; later files win")
+    group.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="speed ratios, regressions marked")
+    group.add_argument("--threshold", type=float, default=0.03, help="of a regression; default: %(default)s")
+    group.add_argument("--paper", type=Path, nargs="+", metavar="FILE", help="the DASH paper's speed-ups beside ours")
+    group.add_argument("--model", type=Path, nargs="+", metavar="FILE", help="the DAG model beside the measurement")
+    group.add_argument("--model-reduce", type=float, default=0.25, help="dQ addition, in steps; default: %(default)s")
+    group.add_argument("--model-latency", type=float, default=0.0, help="of a release, in steps; default: %(default)s")
+    group.add_argument("--model-dq-stages", type=_at_least(1), default=1, help="default: %(default)s")
+    group.add_argument("--model-reference", default="baseline", help="schedule that times are relative to")
+    group.add_argument("--regime", choices=REGIMES, default="burst", help="default: %(default)s")
+    group.add_argument("--value", choices=("tflops", "ms"), default="tflops", help="default: %(default)s")
+    group.add_argument("--markdown", action="store_true", help="tables for a document")
+
+
+def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def parse_list(text: str) -> list[Any]:
+        try:
+            return [parse(part.strip()) for part in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_list
+
+
+def _mask(text: str) -> str:
+    if text not in cells.MASKS:
+        raise ValueError(f"mask={text!r} is not known; allowed: {', '.join(cells.MASKS)}")
+    return text
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text} must be an integer of at least {minimum}")
+        return int(text)
+
+    return parse
+
+
+def _sustained_seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 1.0:
+        raise argparse.ArgumentTypeError(f"{text} must be above 1: the first second is left out")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""What is timed: a cell is one shape of the backward call, with its FLOPs, bytes and lower bound in time.
+
+Host only; no torch. Lengths in tokens, sizes in bytes, times in ms.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cute_dash.config import get_config
+from cute_dash.problem import ProblemShape
+
+HEAD_DIMS = (64, 128)
+MASKS = ("causal", "full")
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+DTYPES = ("bf16", "fp16")
+TOKENS = 16384  # batch * seqlen of a standard cell
+MODEL_DIM = 2048  # heads * head_dim of a standard cell
+ELEMENT_BYTES = 2  # bf16 and fp16 alike
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape of the backward call; query and key lengths and heads are equal.
+
+    Raises:
+        ValueError: an extent below 1, or a mask or dtype that is not known.
+    """
+
+    head_dim: int
+    mask: str
+    seqlen: int
+    batch: int
+    heads: int
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "seqlen", "batch", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.mask not in MASKS:
+            raise ValueError(f"mask={self.mask!r} is not known; allowed: {', '.join(MASKS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not known; allowed: {', '.join(DTYPES)}")
+
+    @property
+    def causal(self) -> bool:
+        return self.mask == "causal"
+
+    @property
+    def label(self) -> str:
+        """Short name for tables; batch and heads appear only where they are not the standard ones."""
+        standard = standard_cell(self.head_dim, self.mask, self.seqlen)
+        label = f"hd{self.head_dim} {self.mask} {format_seqlen(self.seqlen)}"
+        if (self.batch, self.heads) != (standard.batch, standard.heads):
+            label += f" b{self.batch} h{self.heads}"
+        return label if self.dtype == "bf16" else f"{label} {self.dtype}"
+
+    @property
+    def flops(self) -> float:
+        """Five matmuls of 2*S*S*D each per stream: 2.5 times the forward's two; half of it under the causal mask."""
+        full = 2.5 * 4 * self.batch * self.heads * self.seqlen**2 * self.head_dim
+        return full / 2 if self.causal else full
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of one (B, S, H, D) tensor."""
+        return self.batch * self.seqlen * self.heads * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes that one call reads: q, k, v, out, dout and the fp32 LSE."""
+        return 5 * self.tensor_bytes + 4 * self.batch * self.heads * self.seqlen
+
+    def tflops(self, ms: float) -> float:
+        """TFLOPS of a call that takes `ms`."""
+        return self.flops / ms * 1e-9
+
+    def floor_ms(self, gemm_tflops: float, copy_tb_per_s: float) -> float:
+        """No call can be faster: max(FLOPs / GEMM rate, (read q, k, v, out, dout + write dq, dk, dv) / copy rate).
+
+        Args:
+            gemm_tflops: rate of a large bf16 GEMM on the same device, in the same regime.
+            copy_tb_per_s: bytes read plus bytes written per second by a device copy, in TB/s.
+        """
+        return max(self.flops / gemm_tflops * 1e-9, 8 * self.tensor_bytes / copy_tb_per_s * 1e-9)
+
+    def problem_shape(self) -> ProblemShape:
+        """The shape as a schedule sees it.
+
+        Raises:
+            ValueError: a head dim that the kernel does not have.
+        """
+        config = get_config(self.head_dim, self.causal)
+        return ProblemShape(
+            self.batch, self.heads, self.seqlen, self.seqlen, config.tile_m, config.tile_n, causal=self.causal
+        )
+
+
+def standard_cell(
+    head_dim: int,
+    mask: str,
+    seqlen: int,
+    batch: int | None = None,
+    heads: int | None = None,
+    dtype: str = "bf16",
+) -> Cell:
+    """A cell at 16,384 tokens and heads * head_dim = 2,048 (at least one sequence and one head) unless told otherwise."""
+    batch = max(1, TOKENS // max(1, seqlen)) if batch is None else batch
+    heads = max(1, MODEL_DIM // max(1, head_dim)) if heads is None else heads
+    return Cell(head_dim, mask, seqlen, batch, heads, dtype)
+
+
+def list_cells(
+    head_dims: Iterable[int] = HEAD_DIMS,
+    masks: Iterable[str] = MASKS,
+    seqlens: Iterable[int] = SEQLENS,
+    batch: int | None = None,
+    heads: int | None = None,
+    dtype: str = "bf16",
+) -> list[Cell]:
+    """All combinations; by default the 24 standard cells."""
+    seqlens = list(seqlens)
+    masks = list(masks)
+    return [standard_cell(d, m, s, batch, heads, dtype) for d in head_dims for m in masks for s in seqlens]
+
+
+def parse_seqlen(text: str) -> int:
+    """'8k' -> 8192, '512' -> 512.
+
+    Raises:
+        ValueError: anything else.
+    """
+    digits, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    if not digits.isdecimal() or int(digits) < 1:
+        raise ValueError(f"seqlen={text!r} must be a positive number of tokens, such as 512 or 8k")
+    return int(digits) * factor
+
+
+def format_seqlen(seqlen: int) -> str:
+    """8192 -> '8k', 799 -> '799'."""
+    return f"{seqlen // 1024}k" if seqlen % 1024 == 0 else str(seqlen)

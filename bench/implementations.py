@@ -1,0 +1,257 @@
+"""Who is timed: our kernel under each schedule, flash-attn-4 and cuDNN in both modes.
+
+Every candidate is the whole backward call as a user's autograd would make it: preprocess, main kernel, conversion, and
+outputs and workspaces from torch's caching allocator. Peers that are not installed are named with the reason.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from bench.cells import Cell
+from bench.results import NOT_APPLICABLE, Key, Untimed
+from cute_dash import registry
+from cute_dash.schedule import Schedule, Selector
+
+if TYPE_CHECKING:
+    from bench.reference import Grads, Inputs
+
+    BackwardCall: TypeAlias = Callable[[], Grads]
+
+OURS = "cute-dash"
+MODES = ("det", "nondet")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation in one mode.
+
+    Attributes:
+        key: under which it is recorded.
+        prepare: makes the timed call for given inputs; what need not happen on every call happens here.
+    """
+
+    key: Key
+    prepare: "Callable[[Inputs], BackwardCall]"
+
+    @property
+    def deterministic(self) -> bool:
+        return self.key.mode == "det"
+
+
+class Peer(Protocol):
+    """Another implementation of the attention backward."""
+
+    name: str
+    distribution: str
+
+    def missing(self) -> str | None:
+        """Why it cannot run here, or None."""
+
+    def prepare(self, inputs: "Inputs", deterministic: bool) -> "BackwardCall":
+        """The call for these inputs."""
+
+
+class FlashAttention4:
+    """flash-attn-4's CuTe kernels, through the function its autograd calls."""
+
+    name = "flash-attn-4"
+    distribution = "flash-attn-4"
+
+    def missing(self) -> str | None:
+        return _import_error("flash_attn.cute.interface")
+
+    def prepare(self, inputs: "Inputs", deterministic: bool) -> "BackwardCall":
+        backward = import_module("flash_attn.cute.interface")._flash_attn_bwd
+        x = inputs
+
+        def call() -> "Grads":
+            dq, dk, dv, *_ = backward(
+                x.q,
+                x.k,
+                x.v,
+                x.out,
+                x.dout,
+                x.lse,
+                softmax_scale=x.softmax_scale,
+                causal=x.causal,
+                deterministic=deterministic,
+            )
+            return dq, dk, dv
+
+        return call
+
+
+class Cudnn:
+    """cuDNN's fused attention backward, as a graph built with the cudnn frontend; one plan per shape and mode."""
+
+    name = "cudnn"
+    distribution = "nvidia-cudnn-frontend"
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, tuple[Any, list[Any]]] = {}
+
+    def missing(self) -> str | None:
+        return _import_error("cudnn")
+
+    def prepare(self, inputs: "Inputs", deterministic: bool) -> "BackwardCall":
+        import torch
+
+        # cuDNN's order of modes is (B, H, S, D); strides say that memory is (B, S, H, D)
+        operands = [t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout)]
+        operands.append(inputs.lse.unsqueeze(-1))
+        plan_key = (inputs.q.shape, inputs.q.dtype, inputs.softmax_scale, inputs.causal, deterministic)
+        if plan_key not in self._plans:
+            self._plans[plan_key] = self._build(inputs, operands, deterministic)
+        graph, handles = self._plans[plan_key]
+        workspace_bytes = graph.get_workspace_size()
+
+        def call() -> "Grads":
+            dq, dk, dv = (torch.empty_like(t) for t in (inputs.q, inputs.k, inputs.v))
+            workspace = torch.empty(workspace_bytes, device=inputs.q.device, dtype=torch.uint8)
+            tensors = [*operands, *(g.transpose(1, 2) for g in (dq, dk, dv))]
+            graph.execute(dict(zip(handles, tensors, strict=True)), workspace)
+            return dq, dk, dv
+
+        return call
+
+    def _build(self, inputs: "Inputs", operands: Sequence[Any], deterministic: bool) -> tuple[Any, list[Any]]:
+        """The built graph and its tensor handles: q, k, v, out, dout, stats, dq, dk, dv."""
+        import torch
+
+        cudnn = import_module("cudnn")
+        io_type = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[inputs.q.dtype]
+        fp32 = cudnn.data_type.FLOAT
+        graph = cudnn.pygraph(io_data_type=io_type, intermediate_data_type=fp32, compute_data_type=fp32)
+        q, k, v, out, dout, stats = (graph.tensor_like(t) for t in operands)
+        grads = graph.sdpa_backward(
+            q=q,
+            k=k,
+            v=v,
+            o=out,
+            dO=dout,
+            stats=stats,
+            attn_scale=inputs.softmax_scale,
+            use_causal_mask=inputs.causal,
+            use_deterministic_algorithm=deterministic,
+        )
+        for grad, operand in zip(grads, operands, strict=False):
+            grad.set_output(True).set_dim(list(operand.shape)).set_stride(list(operand.stride()))
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        return graph, [q, k, v, out, dout, stats, *grads]
+
+
+PEERS: dict[str, Peer] = {"fa4": FlashAttention4(), "cudnn": Cudnn()}
+
+
+def parse_schedules(text: str) -> list[str]:
+    """Schedule specs from a comma-separated list; 'all' means every registered one, 'none' no schedule.
+
+    Raises:
+        ValueError: a name that is not registered.
+    """
+    if text == "none":
+        return []
+    specs = registry.available() if text == "all" else [s.strip() for s in text.split(",") if s.strip()]
+    for spec in specs:
+        registry.load(spec)
+    return list(specs)
+
+
+def parse_peers(text: str) -> list[Peer]:
+    """Peers from a comma-separated list of short names; 'all' or 'none'.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+    names = list(PEERS) if text == "all" else [] if text == "none" else [s.strip() for s in text.split(",")]
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"peers={name!r} is not known; allowed: all, none, {', '.join(PEERS)}")
+    return [PEERS[name] for name in names]
+
+
+def find_candidates(
+    cell: Cell, schedules: Iterable[str], peers: Iterable[Peer], num_sms: int | None = None
+) -> tuple[list[Candidate], list[Untimed]]:
+    """The candidates of a cell: ours first, then the installed peers, each in both modes.
+
+    A spec that resolves to a schedule already in the list, as `auto` does, is left out: it would time the same kernel.
+
+    Args:
+        cell: the shape.
+        schedules: specs of ours, see `cute_dash.registry.load`.
+        peers: who else.
+        num_sms: of the device, which holds one CTA of the kernel on each; None: not known, any number is enough.
+    Returns:
+        Candidates, and our schedules that cannot implement the cell.
+    """
+    ours, untimed = _our_candidates(cell, schedules, num_sms)
+    theirs = [_peer_candidate(peer, mode) for peer in peers if peer.missing() is None for mode in MODES]
+    return [*ours, *theirs], untimed
+
+
+def _our_candidates(cell: Cell, specs: Iterable[str], num_sms: int | None) -> tuple[list[Candidate], list[Untimed]]:
+    untimed: list[Untimed] = []
+    labels: dict[Schedule, str] = {}
+    # selectors such as `auto` last: what they select is mostly there already
+    for spec in sorted(specs, key=lambda s: isinstance(registry.load(s), Selector)):
+        try:
+            schedule = _resolve(spec, cell, num_sms)
+        except ValueError as error:
+            loaded = registry.load(spec)
+            untimed.append(Untimed.of(Key(OURS, _mode(loaded), loaded.name), cell, NOT_APPLICABLE, str(error)))
+        else:
+            if schedule not in labels:
+                labels[schedule] = _label(schedule, spec, labels.values())
+    candidates = [Candidate(Key(OURS, _mode(s), label), _prepare_ours(s)) for s, label in labels.items()]
+    return candidates, untimed
+
+
+def _label(schedule: Schedule, spec: str, taken: Iterable[str]) -> str:
+    """The name of the schedule, or 'name@spec' where that name means another one, as with other parameters."""
+    is_other = schedule.name in registry.available() and registry.load(schedule.name) != schedule
+    return f"{schedule.name}@{spec}" if is_other or schedule.name in taken else schedule.name
+
+
+def _resolve(spec: str, cell: Cell, num_sms: int | None) -> Schedule:
+    """The concrete schedule; ValueError if it cannot implement the cell, or not with one CTA on each of `num_sms` SMs."""
+    shape = cell.problem_shape()
+    schedule = registry.resolve(spec, shape)
+    needed = schedule.min_resident_ctas(shape)
+    if num_sms is not None and needed > num_sms:
+        raise ValueError(f"schedule={schedule.name!r} needs {needed} resident CTAs, the device holds {num_sms}")
+    return schedule
+
+
+def _prepare_ours(schedule: Schedule) -> "Callable[[Inputs], BackwardCall]":
+    def prepare(inputs: "Inputs") -> "BackwardCall":
+        from cute_dash.launch import backward
+
+        x = inputs
+        return lambda: backward(x.dout, x.q, x.k, x.v, x.out, x.lse, x.softmax_scale, x.causal, schedule)
+
+    return prepare
+
+
+def _peer_candidate(peer: Peer, mode: str) -> Candidate:
+    return Candidate(Key(peer.name, mode, None), lambda inputs: peer.prepare(inputs, mode == "det"))
+
+
+def _mode(schedule: Schedule) -> str:
+    return "det" if schedule.ordered else "nondet"
+
+
+@cache
+def _import_error(module: str) -> str | None:
+    try:
+        import_module(module)
+    except Exception as error:  # libraries raise more than ImportError when a shared object is missing
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None

@@ -1,0 +1,174 @@
+"""What the gate compares with: fp64 gradients of some streams, and torch's own flash backward as the error's yardstick.
+
+A stream is one (batch, head). Gradients of a whole cell in fp64 would take gigabytes, so only a few streams are
+computed, in chunks of query rows; the yardstick covers all streams.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+Grads: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+GRAD_NAMES = ("dq", "dk", "dv")
+NUM_REFERENCE_STREAMS = 4
+# error of a candidate over that of torch's flash backward, on the streams with a reference
+ERROR_RATIO = 2.0
+# distance of a candidate from the flash backward over the latter's error, on every stream: by the triangle inequality
+# 1 + ERROR_RATIO, and some more because streams differ in their error
+DISTANCE_RATIO = 4.0
+# below this root mean square a gradient counts as zero: its relative error would be that of rounding noise
+TINY_RMS = 1e-3
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a backward call gets.
+
+    Attributes:
+        q, k, v, out, dout: (B, S, H, D), bf16 or fp16.
+        lse: (B, H, S), fp32, natural log.
+        softmax_scale: factor of the logits.
+        causal: the mask; query and key lengths are equal.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    softmax_scale: float
+    causal: bool
+
+    @property
+    def num_streams(self) -> int:
+        return self.q.shape[0] * self.q.shape[2]
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """The right gradients of some streams, the flash backward's of all, and the errors that are allowed.
+
+    Attributes:
+        streams: stream indices (batch_idx * heads + head_idx) with a reference.
+        reference: dq, dk, dv of these streams, each (len(streams), S, D) fp64.
+        flash: dq, dk, dv of the flash backward, each (B, S, H, D).
+        budgets: allowed relative error of dq, dk, dv against `reference`.
+        distances: allowed relative distance of dq, dk, dv from `flash`, for each stream.
+    """
+
+    streams: list[int]
+    reference: Grads
+    flash: Grads
+    budgets: tuple[float, float, float]
+    distances: tuple[float, float, float]
+
+    def errors(self, grads: Grads) -> tuple[float, float, float]:
+        """Greatest relative error over the streams with a reference, of dq, dk and dv."""
+        pick = [_streams(g)[self.streams] for g in grads]
+        dq, dk, dv = (_stream_errors(g, ref) for g, ref in zip(pick, self.reference, strict=True))
+        return dq, dk, dv
+
+    def find_error(self, grads: Grads) -> str | None:
+        """What is wrong with a candidate's gradients, in words; None if nothing is."""
+        for name, grad, flash in zip(GRAD_NAMES, grads, self.flash, strict=True):
+            if grad.shape != flash.shape or grad.dtype != flash.dtype:
+                have, want = (f"{tuple(t.shape)} {t.dtype}" for t in (grad, flash))
+                return f"{name} is {have}, not {want}"
+        for name, error, budget in zip(GRAD_NAMES, self.errors(grads), self.budgets, strict=True):
+            if not error <= budget:  # also true for NaN
+                return f"error of {name} is {error:.2e} against fp64, allowed are {budget:.2e}"
+        for name, grad, flash, allowed in zip(GRAD_NAMES, grads, self.flash, self.distances, strict=True):
+            distance = _stream_errors(_streams(grad), _streams(flash))
+            if not distance <= allowed:
+                return f"{name} is {distance:.2e} from torch's flash backward in some stream, allowed are {allowed:.2e}"
+        return None
+
+
+def make_yardstick(inputs: Inputs, flash_backward: Callable[[Inputs], Grads] | None = None) -> Yardstick:
+    """Computes the reference and the flash backward once for all candidates of a cell.
+
+    The budget is twice the flash backward's error, and at least the input dtype's unit roundoff.
+    """
+    streams = choose_streams(inputs.num_streams)
+    flash = (flash_backward or torch_flash_backward)(inputs)
+    reference = reference_gradients(inputs, streams)
+    roundoff = torch.finfo(inputs.q.dtype).eps / 2
+    errors = [_stream_errors(_streams(g)[streams], ref) for g, ref in zip(flash, reference, strict=True)]
+    dq, dk, dv = (max(ERROR_RATIO * e, roundoff) for e in errors)
+    far_dq, far_dk, far_dv = (max(DISTANCE_RATIO * e, roundoff) for e in errors)
+    return Yardstick(streams, reference, flash, (dq, dk, dv), (far_dq, far_dk, far_dv))
+
+
+def choose_streams(num_streams: int, count: int = NUM_REFERENCE_STREAMS) -> list[int]:
+    """`count` streams spread evenly from the first to the last; all of them if there are no more."""
+    if num_streams <= count:
+        return list(range(num_streams))
+    return [i * (num_streams - 1) // (count - 1) for i in range(count)]
+
+
+def reference_gradients(inputs: Inputs, streams: Sequence[int], chunk_rows: int = 1024) -> Grads:
+    """Gradients in fp64 from q, k, v and dout alone, so that a wrong forward is noticed too.
+
+    Per row chunk: S = scale Q K^T, P = softmax(S), O = P V, dP = dO V^T, dS = P (dP - rowsum(dO O)), dQ = scale dS K,
+    dK = scale dS^T Q, dV = P^T dO.
+
+    Args:
+        inputs: (B, S, H, D) tensors.
+        streams: which (batch, head) pairs.
+        chunk_rows: query rows at a time; memory is a few (chunk_rows, S) fp64 matrices.
+    Returns:
+        dq, dk, dv, each (len(streams), S, D) fp64.
+    """
+    per_stream = [_stream_gradients(inputs, stream, chunk_rows) for stream in streams]
+    dq, dk, dv = (torch.stack(grads) for grads in zip(*per_stream, strict=True))
+    return dq, dk, dv
+
+
+def _stream_gradients(inputs: Inputs, stream: int, chunk_rows: int) -> Grads:
+    """dq, dk, dv of one stream, (S, D) fp64."""
+    q, k, v, dout = (_streams(t)[stream].double() for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    scale, seqlen = inputs.softmax_scale, q.shape[0]
+    keys = torch.arange(seqlen, device=q.device)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for start in range(0, seqlen, chunk_rows):
+        rows = slice(start, min(start + chunk_rows, seqlen))
+        s = scale * (q[rows] @ k.T)  # (rows, S)
+        if inputs.causal:
+            s.masked_fill_(keys > keys[rows, None], float("-inf"))
+        p = torch.softmax(s, dim=-1)
+        dp = dout[rows] @ v.T
+        d_psum = (dout[rows] * (p @ v)).sum(-1, keepdim=True)
+        ds = p * (dp - d_psum)
+        dq[rows] = scale * (ds @ k)
+        dk += scale * (ds.T @ q[rows])
+        dv += p.T @ dout[rows]
+    return dq, dk, dv
+
+
+def torch_flash_backward(inputs: Inputs) -> Grads:
+    """dq, dk, dv of torch's own flash attention in the input dtype, each (B, S, H, D), contiguous."""
+    q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = scaled_dot_product_attention(q, k, v, is_causal=inputs.causal, scale=inputs.softmax_scale)
+        grads = torch.autograd.grad(out, (q, k, v), inputs.dout.transpose(1, 2))
+    dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
+    return dq, dk, dv
+
+
+def _streams(x: torch.Tensor) -> torch.Tensor:
+    """(B, S, H, D) -> (B * H, S, D)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _stream_errors(x: torch.Tensor, ref: torch.Tensor) -> float:
+    """Greatest over the streams of |x - ref| / |ref| in the 2-norm; x and ref are (streams, S, D). NaN stays NaN."""
+    dtype = torch.promote_types(ref.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(ref.to(dtype), dim=(1, 2))
+    error = torch.linalg.vector_norm(x.to(dtype) - ref.to(dtype), dim=(1, 2))
+    tiny = TINY_RMS * (ref.shape[1] * ref.shape[2]) ** 0.5
+    return float((error / norm.clamp_min(tiny)).max())

@@ -1,0 +1,397 @@
+"""Proves by enumeration that a schedule keeps the rules of the contract for one shape, or names the first violation.
+
+Host only, Python ints. The rules:
+
+1. coverage: every work tile is claimed once, visits each m_block that the mask leaves it once, and the lock values of a
+   dQ tile are a permutation of 0 .. count - 1, with `get_lock_count` = count.
+2. progress: with any number of resident CTAs from `min_resident_ctas` up, each claiming the next tile of the tile
+   order when it is done with one, no set of CTAs waits forever.
+3. purity: a frozen, hashable dataclass whose answers depend on the arguments alone; for a batch-invariant schedule, on
+   the stream alone: every stream is ordered like the only stream of its own problem. (The number of SMs and the timing
+   are no arguments, so nothing can depend on them.)
+4. traceable: the methods run on `TracedInt`, with the same results, so that the kernel can be compiled.
+
+Why one number of CTAs is enough for rule 2. Call a step open if it has not been added yet, and suppose that R CTAs
+finish in one execution, while R' >= R CTAs get stuck in some execution, holding R' open tiles. Take the first step of
+the finishing execution that is still open in the stuck one. Everything before it in its loop and in its accumulation
+order is done in both, so in the stuck execution it does not wait: its tile t has not been claimed there, and the R'
+stuck tiles all precede t. But when the finishing execution held t, at most R - 1 tiles before t were open, and
+whatever was done then is done in the stuck one: R' <= R - 1, a contradiction. With R' = R it follows that timing does
+not matter; with R' > R, that more CTAs never hurt. One run with `min_resident_ctas` CTAs, in any timing, proves both.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from cute_dash.problem import ProblemShape
+from cute_dash.schedule import Schedule, Selector, WorkTile
+from cute_dash.traced_int import TracedInt
+
+_TRACED_TILES = 64  # rule 4 traces so many work tiles, evenly spread, and so many steps of each
+_TRACED_STEPS = 8
+
+
+class ScheduleError(ValueError):
+    """A schedule breaks a rule of the contract."""
+
+
+class TileOrder(NamedTuple):
+    """What a schedule says of one work tile: per step the m_block, its lock value and its lock count."""
+
+    tile: WorkTile
+    m_blocks: list[int]
+    lock_values: list[int]
+    lock_counts: list[int]
+
+
+def check(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = None) -> None:
+    """Prove rules 1 to 4 for a shape.
+
+    Args:
+        schedule: the schedule; of a selector such as `auto`, the selected one is checked.
+        shape: the problem, with Python ints.
+        resident_ctas: CTAs that the device runs at once, if it is known. Rule 2 is proved for
+            `schedule.min_resident_ctas(shape)` and all larger numbers in any case.
+
+    Raises:
+        ScheduleError: the first violation: rule, tile, m_block, step and both values.
+    """
+    given, schedule = schedule, _select(schedule, shape)
+    _check_value_object(given)
+    _check_value_object(schedule)
+    if not schedule.can_implement(shape):
+        raise ScheduleError(f"{schedule.name!r} cannot implement {shape}")
+    orders = _check_coverage(schedule, shape)
+    if schedule.ordered:
+        _check_progress(orders, _check_residency(schedule, shape, resident_ctas))
+    _check_repeatable(schedule, shape, orders)
+    if given.batch_invariant:
+        _check_batch_invariant(given, shape, orders)
+    _check_traceable(schedule, shape, orders)
+
+
+def find_violation(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = None) -> str | None:
+    """The message of the first violation that `check` finds, or None."""
+    try:
+        check(schedule, shape, resident_ctas)
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
+def expand(schedule: Schedule, shape: ProblemShape) -> list[TileOrder]:
+    """All work tiles in tile order, each with its loop and accumulation order; the schedule is trusted."""
+    return [_expand_tile(schedule, schedule.get_work_tile(i, shape), shape) for i in range(shape.num_work_tiles)]
+
+
+def _expand_tile(schedule: Schedule, tile: WorkTile, shape: ProblemShape) -> TileOrder:
+    m_blocks = [schedule.get_m_block(step, tile, shape) for step in range(schedule.get_num_steps(tile, shape))]
+    lock_values = [schedule.get_lock_value(m_block, tile, shape) for m_block in m_blocks]
+    lock_counts = [schedule.get_lock_count(m_block, tile, shape) for m_block in m_blocks]
+    return TileOrder(tile, m_blocks, lock_values, lock_counts)
+
+
+def _select(schedule: Schedule, shape: ProblemShape) -> Schedule:
+    return schedule.select(shape) if isinstance(schedule, Selector) else schedule
+
+
+def _describe(tile: WorkTile) -> str:
+    return f"tile (n_block={tile.n_block}, head_idx={tile.head_idx}, batch_idx={tile.batch_idx})"
+
+
+# Rule 1
+
+
+def _check_coverage(schedule: Schedule, shape: ProblemShape) -> list[TileOrder]:
+    """Expand the schedule tile by tile, checking each before it is trusted with the next call."""
+    orders: list[TileOrder] = []
+    claims: dict[WorkTile, int] = {}
+    places: dict[tuple[int, int, int, int], int] = {}
+    for work_idx in range(shape.num_work_tiles):
+        try:
+            tile = schedule.get_work_tile(work_idx, shape)
+            _check_tile(work_idx, tile, claims, shape)
+            _check_num_steps(schedule.get_num_steps(tile, shape), tile, shape)
+            order = _expand_tile(schedule, tile, shape)
+        except ScheduleError:
+            raise
+        except Exception as error:
+            message = (
+                f"rule 1 (coverage): work_idx {work_idx}: {schedule.name!r} raised {type(error).__name__}: {error}"
+            )
+            raise ScheduleError(message) from error
+        _check_loop_order(order, shape)
+        _check_accumulation_order(order, places, shape)
+        orders.append(order)
+    return orders
+
+
+def _check_tile(work_idx: int, tile: WorkTile, claims: dict[WorkTile, int], shape: ProblemShape) -> None:
+    extents = {"n_block": shape.num_n_blocks, "head_idx": shape.num_heads, "batch_idx": shape.batch}
+    for field, extent in extents.items():
+        value = getattr(tile, field)
+        if not _is_index(value, extent):
+            raise ScheduleError(
+                f"rule 1 (coverage): work_idx {work_idx} claims {field}={value!r}; allowed: ints in [0, {extent})"
+            )
+    first = claims.setdefault(tile, work_idx)
+    if first != work_idx:
+        raise ScheduleError(f"rule 1 (coverage): work_idx {first} and work_idx {work_idx} both claim {_describe(tile)}")
+
+
+def _check_num_steps(num_steps: int, tile: WorkTile, shape: ProblemShape) -> None:
+    expected = shape.get_m_block_max(tile.n_block) - shape.get_m_block_min(tile.n_block)
+    if type(num_steps) is not int or num_steps != expected:
+        raise ScheduleError(
+            f"rule 1 (coverage): {_describe(tile)} has num_steps={num_steps!r}, "
+            f"but the mask leaves it {expected} m_blocks"
+        )
+
+
+def _check_loop_order(order: TileOrder, shape: ProblemShape) -> None:
+    low, high = shape.get_m_block_min(order.tile.n_block), shape.get_m_block_max(order.tile.n_block)
+    steps: dict[int, int] = {}
+    for step, m_block in enumerate(order.m_blocks):
+        if type(m_block) is not int or not low <= m_block < high:
+            raise ScheduleError(
+                f"rule 1 (coverage): {_describe(order.tile)} visits m_block={m_block!r} at step {step}; "
+                f"the mask leaves it ints in [{low}, {high})"
+            )
+        first = steps.setdefault(m_block, step)
+        if first != step:
+            raise ScheduleError(
+                f"rule 1 (coverage): {_describe(order.tile)} visits m_block={m_block} "
+                f"at step {first} and at step {step}"
+            )
+
+
+def _check_accumulation_order(
+    order: TileOrder, places: dict[tuple[int, int, int, int], int], shape: ProblemShape
+) -> None:
+    """`places` maps (batch_idx, head_idx, m_block, lock value) to the n_block that took it."""
+    tile = order.tile
+    for step, m_block in enumerate(order.m_blocks):
+        value, count = order.lock_values[step], order.lock_counts[step]
+        where = f"{_describe(tile)}, m_block={m_block} (step {step})"
+        expected = shape.get_n_block_max(m_block) - shape.get_n_block_min(m_block)
+        if type(count) is not int or count != expected:
+            raise ScheduleError(
+                f"rule 1 (coverage): {where}: lock count {count!r}, but {expected} n_blocks add to this dQ tile"
+            )
+        if not _is_index(value, count):
+            raise ScheduleError(f"rule 1 (coverage): {where}: lock value {value!r}; allowed: ints in [0, {count})")
+        other = places.setdefault((tile.batch_idx, tile.head_idx, m_block, value), tile.n_block)
+        if other != tile.n_block:
+            raise ScheduleError(
+                f"rule 1 (coverage): {where}: lock value {value} is also that of n_block={other}; "
+                f"the n_blocks of a dQ tile need different ones"
+            )
+
+
+def _is_index(value: object, extent: int) -> bool:
+    return type(value) is int and 0 <= value < extent
+
+
+# Rule 2
+
+
+def _check_residency(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None) -> int:
+    """The number of resident CTAs to prove rule 2 for."""
+    needed = schedule.min_resident_ctas(shape)
+    if type(needed) is not int or needed < 1:
+        raise ScheduleError(f"rule 2 (progress): min_resident_ctas is {needed!r}; it must be an int of at least 1")
+    if resident_ctas is not None and resident_ctas < needed:
+        raise ScheduleError(
+            f"rule 2 (progress): {schedule.name!r} needs {needed} resident CTAs for this shape, "
+            f"there are {resident_ctas}"
+        )
+    return needed
+
+
+class _Run:
+    """The tiles that `num_ctas` CTAs hold, advanced in claim order as far as the lock values allow."""
+
+    def __init__(self, orders: list[TileOrder]) -> None:
+        self.orders = orders
+        self.steps = [0] * len(orders)  # next step of each tile
+        self.turns: dict[tuple[int, int, int], int] = {}  # (batch_idx, head_idx, m_block) -> lock value that may add
+        self.waiting: dict[tuple[int, int, int, int], int] = {}  # the same with a lock value -> work_idx
+
+    def play(self, num_ctas: int) -> int:
+        """Run until all is done or nothing moves; returns how many tiles were claimed."""
+        num_claimed = num_held = 0
+        runnable: list[int] = []
+        while True:
+            if not runnable:
+                if num_held == num_ctas or num_claimed == len(self.orders):
+                    return num_claimed
+                runnable.append(num_claimed)
+                num_claimed, num_held = num_claimed + 1, num_held + 1
+            num_held -= self._advance(runnable.pop(), runnable)
+
+    def _advance(self, work_idx: int, runnable: list[int]) -> bool:
+        """Take steps of one tile until it waits or is done (True); the tiles it lets go on become runnable."""
+        tile, m_blocks, lock_values, _ = self.orders[work_idx]
+        for step in range(self.steps[work_idx], len(m_blocks)):
+            dq_tile = (tile.batch_idx, tile.head_idx, m_blocks[step])
+            turn = self.turns.get(dq_tile, 0)
+            if lock_values[step] != turn:
+                self.waiting[(*dq_tile, lock_values[step])] = work_idx
+                return False
+            self.turns[dq_tile] = turn + 1
+            self.steps[work_idx] = step + 1
+            woken = self.waiting.pop((*dq_tile, turn + 1), None)
+            if woken is not None:
+                runnable.append(woken)
+        return True
+
+
+def _check_progress(orders: list[TileOrder], num_ctas: int) -> None:
+    run = _Run(orders)
+    num_claimed = run.play(num_ctas)
+    if not run.waiting:
+        return
+    stuck = min(run.waiting.values())
+    tile, step = orders[stuck].tile, run.steps[stuck]
+    m_block, value = orders[stuck].m_blocks[step], orders[stuck].lock_values[step]
+    turn = run.turns.get((tile.batch_idx, tile.head_idx, m_block), 0)
+    blocker = _find_contributor(orders, tile, m_block, turn)
+    if blocker >= num_claimed:
+        state = f"is claimed later (work_idx {blocker})"
+    else:
+        held = run.steps[blocker]
+        state = f"(work_idx {blocker}) is itself stuck at step {held}, m_block={orders[blocker].m_blocks[held]}"
+    raise ScheduleError(
+        f"rule 2 (progress): deadlock with {num_ctas} resident CTAs: {_describe(tile)} (work_idx {stuck}) waits "
+        f"at step {step} for lock value {value} of m_block={m_block}, which stands at {turn}; "
+        f"n_block={orders[blocker].tile.n_block}, whose turn it is, {state}"
+    )
+
+
+def _find_contributor(orders: list[TileOrder], like: WorkTile, m_block: int, lock_value: int) -> int:
+    """work_idx of the tile of `like`'s stream that adds to `m_block` at `lock_value`."""
+    for work_idx, (tile, m_blocks, lock_values, _) in enumerate(orders):
+        if tile[1:] == like[1:] and m_block in m_blocks and lock_values[m_blocks.index(m_block)] == lock_value:
+            return work_idx
+    raise AssertionError("rule 1 guarantees a contributor for every lock value")
+
+
+# Rule 3
+
+
+def _check_value_object(schedule: Schedule) -> None:
+    parameters = getattr(type(schedule), "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        raise ScheduleError(
+            f"rule 3 (purity): {type(schedule).__name__} must be a frozen dataclass: "
+            f"its fields are part of the kernel's key"
+        )
+    try:
+        hash(schedule)
+    except TypeError as error:
+        raise ScheduleError(f"rule 3 (purity): {schedule!r} is not hashable: {error}") from error
+
+
+def _check_repeatable(schedule: Schedule, shape: ProblemShape, orders: list[TileOrder]) -> None:
+    """Ask everything a second time, last tile first."""
+    for work_idx in reversed(range(len(orders))):
+        tile = schedule.get_work_tile(work_idx, shape)
+        if tile != orders[work_idx].tile:
+            raise ScheduleError(
+                f"rule 3 (purity): work_idx {work_idx} claims {_describe(orders[work_idx].tile)} when asked first and "
+                f"{_describe(tile)} when asked again"
+            )
+        again = _expand_tile(schedule, tile, shape)
+        _check_same_order(orders[work_idx], again, "when asked first", "when asked again")
+
+
+def _check_batch_invariant(schedule: Schedule, shape: ProblemShape, orders: list[TileOrder]) -> None:
+    """Compare every stream with the only stream of its own problem, for which a selector may select anew."""
+    shape = dataclasses.replace(shape, batch=1, num_heads=1)
+    schedule = _select(schedule, shape)
+    if not schedule.can_implement(shape):
+        raise ScheduleError(f"rule 3 (purity): {schedule.name!r} says batch_invariant, but cannot implement {shape}")
+    tiles = (WorkTile(n_block, head_idx=0, batch_idx=0) for n_block in range(shape.num_n_blocks))
+    alone = [_expand_tile(schedule, tile, shape) for tile in tiles]
+    for order in orders:
+        _check_same_order(order, alone[order.tile.n_block], "in this batch", "alone, though it says batch_invariant")
+
+
+def _check_same_order(order: TileOrder, other: TileOrder, here: str, there: str) -> None:
+    if order.m_blocks == other.m_blocks and order.lock_values == other.lock_values:
+        return
+    for step, pairs in enumerate(_step_pairs(order, other)):
+        for what, (value, other_value) in pairs.items():
+            if value != other_value:
+                raise ScheduleError(
+                    f"rule 3 (purity): {_describe(order.tile)}, step {step}: "
+                    f"{what} is {value} {here} and {other_value} {there}"
+                )
+    raise ScheduleError(
+        f"rule 3 (purity): {_describe(order.tile)} has {len(order.m_blocks)} steps {here} "
+        f"and {len(other.m_blocks)} {there}"
+    )
+
+
+def _step_pairs(order: TileOrder, other: TileOrder) -> Iterator[dict[str, tuple[int, int]]]:
+    """Per step that both have: m_block and lock value of both."""
+    both = zip(order.m_blocks, other.m_blocks, order.lock_values, other.lock_values, strict=False)
+    for m_block, other_m_block, value, other_value in both:
+        yield {"m_block": (m_block, other_m_block), "lock value": (value, other_value)}
+
+
+# Rule 4
+
+
+def _check_traceable(schedule: Schedule, shape: ProblemShape, orders: list[TileOrder]) -> None:
+    """Run a sample on traced ints; the methods are branch-free, so every line of them runs at the first tile."""
+    extents: Any = {name: TracedInt(getattr(shape, name)) for name in ("batch", "num_heads", "seqlen_q", "seqlen_k")}
+    traced_shape = dataclasses.replace(shape, **extents)
+    for work_idx in _spread(len(orders), _TRACED_TILES):
+        order = orders[work_idx]
+        try:
+            _check_traced_tile(schedule, traced_shape, work_idx, order)
+        except ScheduleError:
+            raise
+        except Exception as error:
+            message = f"rule 4 (traceable): {_describe(order.tile)}: {type(error).__name__}: {error}"
+            raise ScheduleError(message) from error
+
+
+def _check_traced_tile(schedule: Schedule, traced_shape: ProblemShape, work_idx: int, order: TileOrder) -> None:
+    claimed = schedule.get_work_tile(_trace(work_idx), traced_shape)
+    _check_traced("get_work_tile", order.tile, claimed, order.tile)
+    tile = WorkTile(*map(_trace, order.tile))
+    num_steps = schedule.get_num_steps(tile, traced_shape)
+    _check_traced("get_num_steps", (len(order.m_blocks),), (num_steps,), order.tile)
+    for step in _spread(len(order.m_blocks), _TRACED_STEPS):
+        m_block = order.m_blocks[step]
+        results = (
+            schedule.get_m_block(_trace(step), tile, traced_shape),
+            schedule.get_lock_value(_trace(m_block), tile, traced_shape),
+            schedule.get_lock_count(_trace(m_block), tile, traced_shape),
+        )
+        expected = (m_block, order.lock_values[step], order.lock_counts[step])
+        _check_traced(f"get_m_block, get_lock_value, get_lock_count at step {step}", expected, results, order.tile)
+
+
+def _trace(value: int) -> Any:
+    """`value` as a traced int; Any, because schedules are typed for the ints they stand for."""
+    return TracedInt(value)
+
+
+def _check_traced(what: str, expected: tuple[int, ...], results: tuple[object, ...], tile: WorkTile) -> None:
+    values = tuple(result.value if isinstance(result, TracedInt) else result for result in results)
+    if values != tuple(expected):
+        raise ScheduleError(
+            f"rule 4 (traceable): {_describe(tile)}: {what} give {values} "
+            f"on traced ints and {tuple(expected)} on the host"
+        )
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most `most` indices below `count`, evenly spread, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return [i * (count - 1) // (most - 1) for i in range(most)]

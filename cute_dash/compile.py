@@ -1,0 +1,240 @@
+"""Compiles backward kernels, once per key: in memory, and on disk across processes.
+
+Host only. A key is everything that shapes the machine code: configuration, dtype, schedule (class and fields), launch
+mode, debug, the sources of this package and of the schedule, the DSL's version and the architecture. The choice of
+shapes is not in it: kernels take any batch, heads and lengths.
+
+On disk an entry is `<key>.o` with its SHA-256 in `<key>.sha256`. Both are written to temporary names and renamed, the
+digest last, so that readers and other writers see whole entries or none; an entry that does not match its digest or
+does not load is ignored and written anew.
+
+Environment: CUTE_DASH_CACHE_DIR moves the folder (default: $XDG_CACHE_HOME/cute-dash or ~/.cache/cute-dash),
+CUTE_DASH_CACHE=0 turns the disk off, CUTE_DASH_QUIET=1 silences the progress lines on stderr.
+"""
+
+import hashlib
+import inspect
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from cute_dash.config import BwdConfig
+from cute_dash.schedule import Schedule
+
+ARCH = "sm_90a"
+DTYPES = {"bfloat16": "BFloat16", "float16": "Float16"}  # torch's name -> the DSL's
+_FUNCTION = "cute_dash_backward"
+
+CompiledBackward = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class CompileKey:
+    """What a compiled backward depends on, besides sources and versions.
+
+    Attributes:
+        dtype: "bfloat16" or "float16".
+        cooperative: launched cooperatively, for schedules that need several resident CTAs.
+        debug: with bounded waits and a record of the additions.
+    """
+
+    config: BwdConfig
+    schedule: Schedule
+    dtype: str
+    cooperative: bool = False
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
+
+    def describe(self) -> str:
+        mask = "causal" if self.config.causal else "full"
+        return f"{self.schedule.name} hd{self.config.head_dim} {mask} {self.dtype}" + (" debug" if self.debug else "")
+
+    def digest(self) -> str:
+        """Hex digest of the key, the sources and the versions."""
+        schedule = type(self.schedule)
+        parts = (repr(self), schedule.__module__, schedule.__qualname__, _source_of(schedule), _fingerprint())
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+_compiled: dict[CompileKey, CompiledBackward] = {}
+_lock = threading.RLock()
+
+
+def get_backward(key: CompileKey) -> CompiledBackward:
+    """The compiled backward for a key: from memory, else from disk, else compiled now (seconds).
+
+    The returned function launches the three kernels; see `kernels.backward.AttentionBackward.__call__`.
+    """
+    compiled = _compiled.get(key)
+    if compiled is None:
+        with _lock:
+            compiled = _compiled.get(key)
+            if compiled is None:
+                compiled = _compiled[key] = _load(key) or _compile_and_store(key)
+    return compiled
+
+
+def compile_backward(
+    config: BwdConfig, schedule: Schedule, dtype: str = "bfloat16", *, cooperative: bool = False
+) -> CompiledBackward:
+    """`get_backward` by parts; works without a GPU."""
+    return get_backward(CompileKey(config, schedule, dtype, cooperative))
+
+
+def cache_dir() -> Path | None:
+    """Folder of the on-disk cache, or None where CUTE_DASH_CACHE=0 turns it off. Not created by this call."""
+    if os.environ.get("CUTE_DASH_CACHE") == "0":
+        return None
+    if "CUTE_DASH_CACHE_DIR" in os.environ:
+        return Path(os.environ["CUTE_DASH_CACHE_DIR"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute-dash"
+
+
+def build(key: CompileKey, options: str = "") -> Any:
+    """Compiles without any cache; `options` are further compiler options of the DSL.
+
+    Returns:
+        The DSL's compiled function, which can be called and exported.
+    """
+    import cutlass
+    from cutlass import Float32, Int32, cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from cute_dash.kernels.backward import AttentionBackward
+
+    dtype = getattr(cutlass, DTYPES[key.dtype])
+    batch, num_heads, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(4))
+
+    def token_tensor(seqlen: Any) -> Any:
+        # TMA wants 16-byte aligned strides: multiples of 8 elements
+        stride = (*(cute.sym_int(64, divisibility=8) for _ in range(3)), 1)
+        return make_fake_tensor(dtype, (batch, seqlen, num_heads, key.config.head_dim), stride, assumed_align=16)
+
+    def debug_tensor(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> Any:
+        return make_fake_tensor(Int32, shape, stride, assumed_align=4) if key.debug else None
+
+    lse = make_fake_tensor(Float32, (batch, num_heads, seqlen_q), tuple(cute.sym_int(64) for _ in range(3)))
+    workspace = make_fake_tensor(Float32, (cute.sym_int(64),), (1,), assumed_align=128)
+    record_stride = (cute.sym_int(64), cute.sym_int(64), 1)
+    return cute.compile(
+        AttentionBackward(key.config, dtype, key.schedule, key.cooperative, key.debug),
+        token_tensor(seqlen_q),  # dO
+        token_tensor(seqlen_q),  # Q
+        token_tensor(seqlen_k),  # K
+        token_tensor(seqlen_k),  # V
+        token_tensor(seqlen_q),  # O
+        lse,
+        token_tensor(seqlen_q),  # dQ
+        token_tensor(seqlen_k),  # dK
+        token_tensor(seqlen_k),  # dV
+        workspace,
+        debug_tensor((cute.sym_int(), cute.sym_int(), cute.sym_int()), record_stride),
+        debug_tensor((8,), (1,)),
+        Float32(1.0),  # softmax_scale
+        Int32(1),  # num_ctas
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}".strip(),
+    )
+
+
+def _compile_and_store(key: CompileKey) -> CompiledBackward:
+    start = time.monotonic()
+    _progress(f"compiling {key.describe()} ...")
+    compiled = build(key)
+    _store(key, compiled)
+    _progress(f"compiled {key.describe()} in {time.monotonic() - start:.1f} s")
+    return compiled  # type: ignore[no-any-return]
+
+
+def _load(key: CompileKey) -> CompiledBackward | None:
+    folder = cache_dir()
+    if folder is None:
+        return None
+    digest = key.digest()
+    try:
+        expected = (folder / f"{digest}.sha256").read_text()
+        contents = (folder / f"{digest}.o").read_bytes()
+    except OSError:
+        return None
+    if hashlib.sha256(contents).hexdigest() != expected:
+        return None
+    try:
+        return _load_object(folder / f"{digest}.o")
+    except Exception as error:  # whatever the loader finds wrong with a whole file: compile anew
+        _progress(f"ignoring {digest}.o in {folder}: {error}")
+        return None
+
+
+def _load_object(path: Path) -> CompiledBackward:
+    from cutlass.cute import runtime
+
+    _preload_runtime()
+    return getattr(runtime.load_module(str(path), enable_tvm_ffi=True), _FUNCTION)  # type: ignore[no-any-return]
+
+
+@lru_cache
+def _preload_runtime() -> None:
+    """Makes the DSL's runtime symbols global: loaded objects refer to them, and the DSL loads them privately."""
+    import ctypes
+
+    from cutlass.cute import runtime
+
+    for library in runtime.find_runtime_libraries(enable_tvm_ffi=False):
+        if Path(library).exists():
+            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+def _store(key: CompileKey, compiled: Any) -> None:
+    folder = cache_dir()
+    if folder is None:
+        return
+    digest = key.digest()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            target = Path(scratch) / "object"
+            compiled.export_to_c(object_file_path=str(target), function_name=_FUNCTION)
+            checksum = Path(scratch) / "sha256"
+            checksum.write_text(hashlib.sha256(target.read_bytes()).hexdigest())
+            target.replace(folder / f"{digest}.o")
+            checksum.replace(folder / f"{digest}.sha256")
+    except OSError as error:  # a full or read-only disk costs the next process a compile, nothing else
+        _progress(f"not cached in {folder}: {error}")
+
+
+@lru_cache
+def _fingerprint() -> str:
+    """Sources of this package and of the schedules, and the versions of what compiles them."""
+    import schedules  # only to find its files; by name, as any user of the registry would
+
+    digest = hashlib.sha256()
+    for package in (Path(__file__).parent, Path(schedules.__path__[0])):
+        for path in sorted(package.rglob("*.py")):
+            digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    packages = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    return " ".join([digest.hexdigest(), ARCH, sys.version.split()[0], *(f"{p}={version(p)}" for p in packages)])
+
+
+def _source_of(cls: type) -> str:
+    """Source text of the module that defines a schedule, which may lie outside this package."""
+    module = inspect.getmodule(cls)
+    try:
+        return inspect.getsource(module) if module is not None else ""
+    except (OSError, TypeError):
+        return ""
+
+
+def _progress(message: str) -> None:
+    if os.environ.get("CUTE_DASH_QUIET") != "1":
+        print(f"cute-dash: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,83 @@
+"""Static configuration of the Hopper backward kernel: tile shapes, stages and register budget per head dim.
+
+Host only; imports nothing, so that the emulator, the checker and the command line can ask for tile shapes anywhere.
+The choice depends on head dim and mask alone, never on the device: tile shapes are part of the determinism contract.
+"""
+
+from dataclasses import dataclass
+
+SUPPORTED_HEAD_DIMS = (64, 128)
+SMEM_CAPACITY_BYTES = 227 * 1024  # per CTA on sm_90
+
+
+@dataclass(frozen=True)
+class BwdConfig:
+    """One compiled shape of the backward kernel.
+
+    Attributes:
+        head_dim: elements per head of Q, K, V and dO.
+        causal: whether the causal mask is compiled in.
+        tile_m, tile_n: tokens per Q tile and per KV tile; tile_n / 64 consumer warpgroups, 64 keys each.
+        num_stages: Q/LSE and dO/dPsum stages in shared memory.
+        num_mma_regs, num_producer_regs: registers per thread after setmaxnreg.
+    """
+
+    head_dim: int
+    causal: bool
+    tile_m: int
+    tile_n: int
+    num_stages: int = 2
+    num_mma_regs: int = 240
+    num_producer_regs: int = 24
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in SUPPORTED_HEAD_DIMS:
+            raise ValueError(f"head_dim={self.head_dim} is not supported; allowed: {SUPPORTED_HEAD_DIMS}")
+        if self.tile_m % 16 or self.tile_m <= 0:
+            raise ValueError(f"tile_m={self.tile_m} must be a positive multiple of 16")
+        if self.tile_n != 128:
+            raise ValueError(f"tile_n={self.tile_n} must be 128: 64 keys for each of 2 consumer warpgroups")
+        if self.smem_bytes > SMEM_CAPACITY_BYTES:
+            raise ValueError(f"{self} needs {self.smem_bytes} bytes of shared memory, {SMEM_CAPACITY_BYTES} exist")
+
+    @property
+    def num_mma_warpgroups(self) -> int:
+        return self.tile_n // 64
+
+    @property
+    def swap_dQ(self) -> bool:
+        """True if dQ is computed transposed, because tile_m is no multiple of the 64 rows of a wgmma."""
+        return self.tile_m % 64 != 0
+
+    @property
+    def dQ_mma_shape(self) -> tuple[int, int]:
+        """(M, N) of the GEMM that computes dQ or its transpose."""
+        return (self.head_dim, self.tile_m) if self.swap_dQ else (self.tile_m, self.head_dim)
+
+    @property
+    def stats_rows(self) -> int:
+        """Elements between two stages of LSE or dPsum in shared memory."""
+        return (self.tile_m + 63) // 64 * 64
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA in bytes: Q, dO and dS stages, K, V, the fp32 dQ staging tile and the row statistics."""
+        element, fp32 = 2, 4
+        q_do = 2 * self.num_stages * self.tile_m * self.head_dim * element
+        kv = 2 * self.tile_n * self.head_dim * element
+        ds = self.num_stages * self.tile_m * self.tile_n * element
+        dq = self.tile_m * self.head_dim * fp32
+        stats = 2 * self.num_stages * self.stats_rows * fp32
+        barriers = 1024
+        return q_do + kv + ds + dq + stats + barriers
+
+
+def get_config(head_dim: int, causal: bool) -> BwdConfig:
+    """The configuration compiled for a head dim and mask.
+
+    Raises:
+        ValueError: unsupported head dim, naming the supported ones.
+    """
+    if head_dim == 64:
+        return BwdConfig(head_dim, causal, tile_m=128, tile_n=128)
+    return BwdConfig(head_dim, causal, tile_m=64 if causal else 80, tile_n=128)

@@ -1,0 +1,70 @@
+"""Attention forward on CUDA through torch's libraries, brought to this package's semantics.
+
+Host. cuDNN where torch says that it applies, else FlashAttention-2; both give LSE in fp32, natural logarithm. Two
+things differ between them and from the contract:
+
+* causal with seqlen_q != seqlen_k: cuDNN aligns the mask top-left; FlashAttention-2, from version 2.1 on and when called
+  below `scaled_dot_product_attention`, bottom-right, which is the contract. So unequal causal lengths go to the latter.
+* queries that see no key (causal, the first seqlen_q - seqlen_k): their out and LSE are undefined or +inf there; the
+  contract says out 0 and LSE -inf.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention forward on the current stream of the tensors' device.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16, CUDA.
+        k, v: (batch, seqlen_k, num_heads, head_dim), same dtype and device.
+        softmax_scale: factor on Q K^T, above 0.
+        causal: bottom-right aligned causal mask.
+
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim), contiguous, dtype of q, and LSE (batch, num_heads, seqlen_q), fp32.
+    """
+    run = _cudnn_forward if _cudnn_applies(q, k, v, causal) else _flash_forward
+    out, lse = run(q, k, v, softmax_scale, causal)
+    num_blind_queries = max(q.shape[1] - k.shape[1], 0) if causal else 0
+    if num_blind_queries:
+        out[:, :num_blind_queries].zero_()
+        lse[:, :, :num_blind_queries].fill_(-math.inf)
+    return out, lse
+
+
+def _cudnn_applies(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    if causal and q.shape[1] != k.shape[1]:
+        return False
+    heads_first = [x.detach().transpose(1, 2) for x in (q, k, v)]
+    params = torch.backends.cuda.SDPAParams(*heads_first, None, 0.0, causal, False)
+    return torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, compute_log_sumexp=True, is_causal=causal, scale=softmax_scale
+    )
+    lse = lse.view(q.shape[:3])  # cuDNN's (batch, num_heads, seqlen_q, 1)
+    return out.transpose(1, 2).contiguous(), lse
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=q.shape[1],
+        max_k=k.shape[1],
+        dropout_p=0.0,
+        is_causal=causal,
+        return_debug_mask=False,
+        scale=softmax_scale,
+    )
+    return out.contiguous(), lse.contiguous()

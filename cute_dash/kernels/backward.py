@@ -1,0 +1,101 @@
+"""The whole backward call as one host function: preprocess, main and postprocess kernels on one stream."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_dash.config import BwdConfig
+from cute_dash.ints import ceil_div
+from cute_dash.kernels.copy import select_modes
+from cute_dash.kernels.flash_bwd_post import FlashAttentionBackwardPostprocess, PostGmem
+from cute_dash.kernels.flash_bwd_pre import FlashAttentionBackwardPreprocess, PreGmem
+from cute_dash.kernels.flash_bwd_sm90 import Extents, FlashAttentionBackwardSm90, Gmem
+from cute_dash.kernels.workspace import WorkspaceLayout
+from cute_dash.schedule import Schedule
+
+
+class AttentionBackward:
+    """One configuration, dtype and schedule of the backward call; `__call__` is what gets compiled."""
+
+    def __init__(self, config: BwdConfig, dtype, schedule: Schedule, cooperative: bool, debug: bool = False):
+        self.config = config
+        self.cooperative = cooperative
+        self.debug = debug
+        self.pre = FlashAttentionBackwardPreprocess(config, clear_dQaccum=not schedule.ordered)
+        self.main = FlashAttentionBackwardSm90(config, dtype, schedule, debug)
+        self.post = FlashAttentionBackwardPostprocess(config, dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        mdO: cute.Tensor,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mWorkspace: cute.Tensor,
+        mRecord: cute.Tensor | None,
+        mStuck: cute.Tensor | None,
+        softmax_scale: Float32,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launches the three kernels.
+
+        Args:
+            mdO, mQ, mO, mdQ: (batch, seqlen_q, num_heads, head_dim), 16 bit.
+            mK, mV, mdK, mdV: (batch, seqlen_k, num_heads, head_dim), 16 bit.
+            mLSE: (batch, num_heads, seqlen_q), fp32, natural log.
+            mWorkspace: (WorkspaceLayout.size,), fp32, uninitialised.
+            mRecord: debug builds: (batch * num_heads, num_m_blocks, num_n_blocks + 1), int32, zeros.
+            mStuck: debug builds: (8,), int32, zeros.
+            num_ctas: CTAs of the main kernel; all of them must fit on the device at once.
+        """
+        # (batch, seqlen, num_heads, head_dim) -> (seqlen, head_dim, num_heads, batch)
+        mdO, mQ, mK, mV, mO, mdQ, mdK, mdV = (
+            select_modes(t, (1, 3, 2, 0)) for t in (mdO, mQ, mK, mV, mO, mdQ, mdK, mdV)
+        )
+        mLSE = select_modes(mLSE, (2, 1, 0))
+        seqlen_q, _, num_heads, batch = mQ.shape
+        extents = Extents(Int32(batch), Int32(num_heads), Int32(seqlen_q), Int32(mK.shape[0]))
+        mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter = self.split_workspace(mWorkspace, extents)
+        if const_expr(self.debug):
+            mRecord = select_modes(mRecord, (2, 1, 0))
+        self.pre(PreGmem(mO, mdO, mLSE, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter), stream)
+        gmem = Gmem(
+            mQ, mK, mV, mdO, mdK, mdV, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mRecord, mStuck
+        )
+        self.main(gmem, extents, softmax_scale, num_ctas, self.cooperative, stream)
+        self.post(PostGmem(mdQ, mdQaccum), extents, softmax_scale, stream)
+
+    def split_workspace(self, mWorkspace: cute.Tensor, extents: Extents):
+        """The tensors that share the workspace; see `WorkspaceLayout`."""
+        config = self.config
+        num_streams = extents.batch * extents.num_heads
+        num_m_blocks = ceil_div(extents.seqlen_q, config.tile_m)
+        layout = WorkspaceLayout(Int64(num_streams), Int64(num_m_blocks), config.tile_m, config.head_dim)
+        base = mWorkspace.iterator
+
+        def part(offset, shape, stride, dtype=Float32):
+            pointer = cute.recast_ptr(base + offset, dtype=dtype) if dtype is not Float32 else base + offset
+            return cute.make_tensor(pointer.align(16), cute.make_layout(shape, stride=stride))
+
+        stats_shape = (config.tile_m, num_m_blocks, num_streams)
+        stats_stride = (1, config.tile_m, Int64(num_m_blocks) * config.tile_m)
+        tile_elements = config.tile_m * config.head_dim
+        chunk = tile_elements // config.num_mma_warpgroups
+        return (
+            part(layout.LSE_log2, stats_shape, stats_stride),
+            part(layout.dPsum, stats_shape, stats_stride),
+            part(
+                0,
+                (chunk, config.num_mma_warpgroups, num_m_blocks, num_streams),
+                (1, chunk, tile_elements, Int64(num_m_blocks) * tile_elements),
+            ),
+            part(layout.semaphore, (num_m_blocks, num_streams), (1, num_m_blocks), Int32),
+            part(layout.counter, (1,), (1,), Int32),
+        )

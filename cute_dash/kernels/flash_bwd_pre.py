@@ -1,0 +1,122 @@
+"""Before the main kernel: dPsum = rowsum(dO * O), LSE * log2(e), and fresh turnstiles.
+
+One CTA per (m_block, stream). Memory bound: reads O and dO once. Rows beyond seqlen_q get LSE = +inf and dPsum = 0, and
+rows that see no key (LSE = -inf) get LSE = +inf too, so that P is exactly 0 there. Also resets the dQ semaphore of its
+tile and the claim counter; for an unordered schedule, whose additions find nothing stored before, it zeroes dQaccum.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_dash.config import BwdConfig
+
+NUM_THREADS = 256
+VECTOR = 8  # 16-bit elements in a 16-byte access
+LOG2_E = 1.4426950408889634
+
+
+class PreGmem(NamedTuple):
+    mO: cute.Tensor  # (seqlen_q, head_dim, num_heads, batch)
+    mdO: cute.Tensor  # (seqlen_q, head_dim, num_heads, batch)
+    mLSE_in: cute.Tensor  # (seqlen_q, num_heads, batch), natural log
+    mLSE: cute.Tensor  # (tile_m, num_m_blocks, num_streams)
+    mdPsum: cute.Tensor  # (tile_m, num_m_blocks, num_streams)
+    mdQaccum: cute.Tensor  # (values per warpgroup, num_warpgroups, num_m_blocks, num_streams)
+    mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
+    mCounter: cute.Tensor  # (1,)
+
+
+class FlashAttentionBackwardPreprocess:
+    """The preprocess kernel of one configuration."""
+
+    def __init__(self, config: BwdConfig, clear_dQaccum: bool):
+        self.config = config
+        self.clear_dQaccum = clear_dQaccum
+        self.threads_per_row = config.head_dim // VECTOR
+        self.rows_per_pass = NUM_THREADS // self.threads_per_row
+
+    @cute.jit
+    def __call__(self, gmem: PreGmem, stream):
+        num_m_blocks, num_streams = gmem.mSemaphore.shape
+        self.kernel(gmem).launch(
+            grid=(num_m_blocks * num_streams, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, gmem: PreGmem):
+        tidx = cute.arch.thread_idx()[0]
+        block_idx = cute.arch.block_idx()[0]
+        num_m_blocks = gmem.mSemaphore.shape[0]
+        num_heads = gmem.mO.shape[2]
+        stream = block_idx // num_m_blocks
+        m_block = block_idx - stream * num_m_blocks
+        batch_idx = stream // num_heads
+        head_idx = stream - batch_idx * num_heads
+        # the launch may overlap the end of the kernel before it, which may have written O or dO, or may still be using
+        # this workspace
+        cute.arch.griddepcontrol_wait()
+        self.write_dPsum(gmem, tidx, m_block, head_idx, batch_idx, stream)
+        self.write_LSE(gmem, tidx, m_block, head_idx, batch_idx, stream)
+        if tidx == 0:
+            gmem.mSemaphore[m_block, stream] = Int32(0)
+            if block_idx == 0:
+                gmem.mCounter[0] = Int32(0)
+        if const_expr(self.clear_dQaccum):
+            self.clear(gmem, tidx, m_block, stream)
+
+    @cute.jit
+    def write_dPsum(self, gmem: PreGmem, tidx, m_block, head_idx, batch_idx, stream):
+        tile_m = self.config.tile_m
+        seqlen_q = gmem.mO.shape[0]
+        first_row, column = tidx // self.threads_per_row, tidx % self.threads_per_row * VECTOR
+        num_passes = (tile_m + self.rows_per_pass - 1) // self.rows_per_pass
+        rO = cute.make_rmem_tensor((VECTOR, num_passes), gmem.mO.element_type)
+        rdO = cute.make_rmem_tensor((VECTOR, num_passes), gmem.mO.element_type)
+        rO.fill(0.0)
+        rdO.fill(0.0)
+        for i in cutlass.range_constexpr(num_passes):
+            row = m_block * tile_m + first_row + i * self.rows_per_pass
+            if row < seqlen_q:
+                load_vector(gmem.mO[row, None, head_idx, batch_idx], column, rO[None, i])
+                load_vector(gmem.mdO[row, None, head_idx, batch_idx], column, rdO[None, i])
+        cute.arch.griddepcontrol_launch_dependents()
+        for i in cutlass.range_constexpr(num_passes):
+            product = rO[None, i].load().to(Float32) * rdO[None, i].load().to(Float32)
+            total = product.reduce(cute.ReductionOp.ADD, init_val=0.0, reduction_profile=0)
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.threads_per_row)
+            row = first_row + i * self.rows_per_pass
+            if column == 0 and row < tile_m:
+                gmem.mdPsum[row, m_block, stream] = total
+
+    @cute.jit
+    def write_LSE(self, gmem: PreGmem, tidx, m_block, head_idx, batch_idx, stream):
+        tile_m = self.config.tile_m
+        if tidx < tile_m:
+            row = m_block * tile_m + tidx
+            lse = Float32.inf
+            if row < gmem.mO.shape[0]:
+                lse = gmem.mLSE_in[row, head_idx, batch_idx] * LOG2_E
+            if lse == -Float32.inf:
+                lse = Float32.inf
+            gmem.mLSE[tidx, m_block, stream] = lse
+
+    @cute.jit
+    def clear(self, gmem: PreGmem, tidx, m_block, stream):
+        tile = gmem.mdQaccum[None, None, m_block, stream]
+        num_vectors = cute.size(tile) // 4
+        # (4, num_vectors)
+        target = cute.make_tensor(tile.iterator.align(16), cute.make_layout((4, num_vectors)))
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        for i in cutlass.range(tidx, num_vectors, NUM_THREADS):
+            cute.autovec_copy(zeros, target[None, i])
+
+
+@cute.jit
+def load_vector(gRow: cute.Tensor, column: Int32, rX: cute.Tensor):
+    """Loads 8 contiguous 16-bit elements of a (head_dim,) row in one 16-byte access."""
+    source = cute.make_tensor((gRow.iterator + column).align(16), cute.make_layout(VECTOR))
+    cute.autovec_copy(source, rX)

@@ -1,0 +1,636 @@
+"""Attention backward for one KV tile per CTA at a time, on Hopper (sm_90a): the main kernel.
+
+For a work tile (n_block of one stream) and each m_block it visits, in the schedule's loop order:
+
+    (1) S^T  = K Q^T          (tile_n, tile_m)      P^T  = exp2(scale * log2e * S^T - LSE * log2e)
+    (2) dP^T = V dO^T         (tile_n, tile_m)      dS^T = P^T * (dP^T - dPsum)
+    (3) dV  += P^T dO         (tile_n, head_dim)    P^T from registers
+    (4) dQ   = dS K           (tile_m, head_dim)    added to the fp32 dQ tile in the schedule's accumulation order
+    (5) dK  += dS^T Q         (tile_n, head_dim)    dS^T from registers
+
+Warp roles of a CTA (4 producer warps, then the consumer warpgroups, each with 64 of the tile's keys):
+
+    LOAD                claims work tiles, loads K, V once and Q/LSE, dO/dPsum per step (TMA)
+    STORE_DQ_EVEN/ODD   take turns on the steps: wait for the tile's turn, add the staged dQ partial, pass the turn on.
+                        One warp alone cannot: completion, fence and flag of one step must hide behind the next step
+    MMA warpgroups      everything above, then dK and dV
+
+Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
+
+    ring_Q   LOAD -> MMA     full: Q and LSE bytes      empty: each MMA warp after (5)
+    ring_dO  LOAD -> MMA     full: dO and dPsum bytes   empty: each MMA warp after (3)
+    ring_KV  LOAD -> MMA     full: K and V bytes        empty: one MMA warp, when dK and dV have left sK and sV
+    ring_work LOAD -> all    full: a work index         empty: each reading warp
+    dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial is staged
+    dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer has been read
+
+CTAs are persistent and claim work tiles from an atomic counter in tile order, so a tile that waits for earlier-claimed
+tiles only can never wait for one that no CTA has. The order of additions to dQ is kept by `semaphore`; lock value 0
+stores instead of adding, so dQaccum is never zero-filled. Everything the schedule decides is asked of `self.schedule`
+through the protocol; the kernel knows no schedule.
+
+Sources: FlashAttention-2 and -3 papers (tiling, warp specialization), DASH (arXiv 2601.21824; order as a schedule).
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cute_dash.config import BwdConfig
+from cute_dash.kernels import mask, semaphore, wgmma
+from cute_dash.kernels.copy import (
+    bulk_add_f32,
+    bulk_store,
+    copy_vector,
+    fragment_registers,
+    fragment_slots,
+    partition_tma,
+)
+from cute_dash.kernels.pipeline import Ring, make_ring
+from cute_dash.kernels.roles import NUM_PRODUCER_WARPS, WARPGROUP_THREADS, NamedBarrierBwd, WarpRole
+from cute_dash.kernels.wgmma import Gemm, issue_gemm, make_accumulator, stage_of, transpose_view
+from cute_dash.problem import ProblemShape
+from cute_dash.schedule import Schedule, WorkTile
+
+NUM_WORK_STAGES = 2
+WARP_THREADS = 32
+
+
+class Extents(NamedTuple):
+    """Run-time extents of the problem."""
+
+    batch: Int32
+    num_heads: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+
+class Gmem(NamedTuple):
+    """Global tensors. Inputs and dK, dV are TMA tensors (seqlen, head_dim, num_heads, batch)."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mdO: cute.Tensor
+    mdK: cute.Tensor
+    mdV: cute.Tensor
+    mLSE: cute.Tensor  # (tile_m, num_m_blocks, num_streams), times log2(e)
+    mdPsum: cute.Tensor  # (tile_m, num_m_blocks, num_streams)
+    mdQaccum: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups, num_m_blocks, num_streams)
+    mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
+    mCounter: cute.Tensor  # (1,)
+    mRecord: cute.Tensor | None  # debug: (num_n_blocks + 1, num_m_blocks, num_streams), [0] counts
+    mStuck: cute.Tensor | None  # debug: (8,), see `report_stuck`
+
+
+class TmaAtoms(NamedTuple):
+    Q: cute.CopyAtom
+    K: cute.CopyAtom
+    V: cute.CopyAtom
+    dO: cute.CopyAtom
+    dK: cute.CopyAtom
+    dV: cute.CopyAtom
+
+
+class Smem(NamedTuple):
+    sQ: cute.Tensor  # (tile_m, head_dim, num_stages)
+    sK: cute.Tensor  # (tile_n, head_dim); holds dK at the end of a work tile
+    sV: cute.Tensor  # (tile_n, head_dim); holds dV at the end of a work tile
+    sdO: cute.Tensor  # (tile_m, head_dim, num_stages)
+    sdS: cute.Tensor  # (tile_m, tile_n, num_stages)
+    sLSE: cute.Tensor  # (tile_m, num_stages)
+    sdPsum: cute.Tensor  # (tile_m, num_stages)
+    sdQ: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups), fp32 in register order
+    sWork: cute.Tensor  # (NUM_WORK_STAGES,) claimed work indices
+
+
+class Rings(NamedTuple):
+    Q: Ring
+    dO: Ring
+    KV: Ring
+    work: Ring
+
+
+class MmaContext(NamedTuple):
+    """What an MMA thread keeps for the whole kernel."""
+
+    gemm_S: Gemm
+    gemm_dP: Gemm
+    gemm_dV: Gemm
+    gemm_dK: Gemm
+    gemm_dQ: Gemm
+    store_dS: cute.TiledCopy
+    tRS_sdS: cute.Tensor
+    tdQsdQ: cute.Tensor
+    tidx: Int32
+    warpgroup_idx: Int32
+    softmax_scale_log2: Float32
+
+
+class FlashAttentionBackwardSm90:
+    """The main backward kernel for one configuration, dtype and schedule."""
+
+    def __init__(self, config: BwdConfig, dtype, schedule: Schedule, debug: bool = False):
+        self.config = config
+        self.dtype = dtype
+        self.schedule = schedule
+        self.debug = debug
+        self.num_mma_warps = 4 * config.num_mma_warpgroups
+        self.num_mma_threads = WARPGROUP_THREADS * config.num_mma_warpgroups
+        self.num_threads = WARPGROUP_THREADS + self.num_mma_threads
+        self.dQ_values = config.tile_m * config.head_dim // config.num_mma_warpgroups
+
+    # ---- host ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self, gmem: Gmem, extents: Extents, softmax_scale: Float32, num_ctas: Int32, cooperative: cutlass.Constexpr, stream
+    ):
+        """Launches the kernel. `gmem` holds plain tensors; num_ctas must all be able to be resident."""
+        config = self.config
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tile_q, tile_kv = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim)
+        layout_q = wgmma.make_smem_layout(self.dtype, tile_q)
+        layout_kv = wgmma.make_smem_layout(self.dtype, tile_kv)
+        atom_Q, mQ = cpasync.make_tiled_tma_atom(load, gmem.mQ, layout_q, tile_q)
+        atom_K, mK = cpasync.make_tiled_tma_atom(load, gmem.mK, layout_kv, tile_kv)
+        atom_V, mV = cpasync.make_tiled_tma_atom(load, gmem.mV, layout_kv, tile_kv)
+        atom_dO, mdO = cpasync.make_tiled_tma_atom(load, gmem.mdO, layout_q, tile_q)
+        atom_dK, mdK = cpasync.make_tiled_tma_atom(store, gmem.mdK, layout_kv, tile_kv)
+        atom_dV, mdV = cpasync.make_tiled_tma_atom(store, gmem.mdV, layout_kv, tile_kv)
+        self.kernel(
+            gmem._replace(mQ=mQ, mK=mK, mV=mV, mdO=mdO, mdK=mdK, mdV=mdV),
+            TmaAtoms(atom_Q, atom_K, atom_V, atom_dO, atom_dK, atom_dV),
+            extents,
+            softmax_scale,
+        ).launch(
+            grid=(num_ctas, 1, 1),
+            block=(self.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=not cooperative,
+            cooperative=cooperative,
+        )
+
+    def shared_storage(self):
+        """The CTA's shared memory as a cute.struct."""
+        config = self.config
+        stages = config.num_stages
+        element = self.dtype
+
+        def tile(dtype, num_elements, alignment=1024):
+            return cute.struct.Align[cute.struct.MemRange[dtype, num_elements], alignment]
+
+        @cute.struct
+        class SharedStorage:
+            ring_Q: cute.struct.MemRange[Int64, 2 * stages]
+            ring_dO: cute.struct.MemRange[Int64, 2 * stages]
+            ring_KV: cute.struct.MemRange[Int64, 2]
+            ring_work: cute.struct.MemRange[Int64, 2 * NUM_WORK_STAGES]
+            sWork: cute.struct.MemRange[Int32, NUM_WORK_STAGES]
+            sLSE: tile(Float32, config.stats_rows * stages, 128)
+            sdPsum: tile(Float32, config.stats_rows * stages, 128)
+            sQ: tile(element, config.tile_m * config.head_dim * stages)
+            sdO: tile(element, config.tile_m * config.head_dim * stages)
+            sK: tile(element, config.tile_n * config.head_dim)
+            sV: tile(element, config.tile_n * config.head_dim)
+            sdS: tile(element, config.tile_m * config.tile_n * stages)
+            sdQ: tile(Float32, config.tile_m * config.head_dim)
+
+        return SharedStorage
+
+    # ---- device ----------------------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, softmax_scale: Float32):
+        config = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = SmemAllocator().allocate(self.shared_storage())
+        smem = self.make_smem(storage)
+        rings = Rings(
+            make_ring(storage.ring_Q.data_ptr(), config.num_stages),
+            make_ring(storage.ring_dO.data_ptr(), config.num_stages),
+            make_ring(storage.ring_KV.data_ptr(), 1),
+            make_ring(storage.ring_work.data_ptr(), NUM_WORK_STAGES),
+        )
+        if warp_idx == WarpRole.LOAD:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                rings.Q.init(1, self.num_mma_warps)
+                rings.dO.init(1, self.num_mma_warps)
+                rings.KV.init(1, 1)
+                rings.work.init(1, self.num_mma_warps + 2)  # MMA warps and the two store warps
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp_idx < NUM_PRODUCER_WARPS:
+            cute.arch.setmaxregister_decrease(config.num_producer_regs)
+            if warp_idx == WarpRole.LOAD:
+                self.load_warp(gmem, atoms, extents, smem, rings)
+            if warp_idx == WarpRole.STORE_DQ_EVEN or warp_idx == WarpRole.STORE_DQ_ODD:
+                self.store_dQ_warp(gmem, extents, smem, rings, warp_idx - WarpRole.STORE_DQ_EVEN)
+        else:
+            cute.arch.setmaxregister_increase(config.num_mma_regs)
+            self.mma_warpgroup(gmem, atoms, extents, smem, rings, softmax_scale)
+
+    def make_smem(self, storage) -> Smem:
+        config = self.config
+        stages = config.num_stages
+        layout_q = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim), stages)
+        layout_kv = wgmma.make_smem_layout(self.dtype, (config.tile_n, config.head_dim))
+        layout_dS = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.tile_n), stages)
+        layout_stats = cute.make_layout((config.tile_m, stages), stride=(1, config.stats_rows))
+        return Smem(
+            sQ=storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            sK=storage.sK.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
+            sV=storage.sV.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
+            sdO=storage.sdO.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            sdS=storage.sdS.get_tensor(layout_dS.outer, swizzle=layout_dS.inner),
+            sLSE=storage.sLSE.get_tensor(layout_stats),
+            sdPsum=storage.sdPsum.get_tensor(layout_stats),
+            sdQ=storage.sdQ.get_tensor(cute.make_layout((self.dQ_values, config.num_mma_warpgroups))),
+            sWork=storage.sWork.get_tensor(cute.make_layout(NUM_WORK_STAGES)),
+        )
+
+    def make_shape(self, extents: Extents) -> ProblemShape:
+        """The problem as the schedule sees it, in traced ints."""
+        config = self.config
+        return ProblemShape(
+            extents.batch,
+            extents.num_heads,
+            extents.seqlen_q,
+            extents.seqlen_k,
+            config.tile_m,
+            config.tile_n,
+            config.causal,
+        )
+
+    @cute.jit
+    def next_work(self, smem: Smem, ring: Ring, work_it: Int32) -> Int32:
+        """The work index claimed as this CTA's number `work_it`; read by a whole consumer warp."""
+        ring.wait_full(work_it)
+        work_idx = cute.arch.make_warp_uniform(smem.sWork[ring.slot(work_it)])
+        cute.arch.sync_warp()
+        ring.arrive_empty(work_it)
+        return work_idx
+
+    # ---- LOAD ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings):
+        shape = self.make_shape(extents)
+        # the preprocess kernel resets the claim counter and writes LSE and dPsum; bulk copies read the latter
+        cute.arch.griddepcontrol_wait()
+        cute.arch.fence_proxy("async.global")
+        cute.arch.griddepcontrol_launch_dependents()
+        it, work_it = Int32(0), Int32(0)
+        work_idx = self.publish_claim(gmem, smem, rings.work, work_it)
+        while work_idx < shape.num_work_tiles:
+            it = self.load_work_tile(gmem, atoms, extents, smem, rings, work_idx, it, work_it)
+            work_it += 1
+            work_idx = self.publish_claim(gmem, smem, rings.work, work_it)
+
+    @cute.jit
+    def publish_claim(self, gmem: Gmem, smem: Smem, ring: Ring, work_it: Int32) -> Int32:
+        """Claims the next work tile and hands its index to the other warps; an index beyond the last ends them."""
+        work_idx = semaphore.claim_next(gmem.mCounter.iterator)
+        ring.wait_empty(work_it)
+        if cute.arch.lane_idx() == 0:
+            smem.sWork[ring.slot(work_it)] = work_idx
+            ring.arrive_full(work_it)
+        return work_idx
+
+    @cute.jit
+    def load_work_tile(
+        self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings, work_idx, it: Int32, work_it: Int32
+    ) -> Int32:
+        config = self.config
+        shape = self.make_shape(extents)
+        tile = self.schedule.get_work_tile(work_idx, shape)
+        stream = tile.batch_idx * shape.num_heads + tile.head_idx
+        tile_q, tile_kv = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim)
+        # (tile_m, head_dim, num_m_blocks)
+        gQ = cute.local_tile(gmem.mQ[None, None, tile.head_idx, tile.batch_idx], tile_q, (None, 0))
+        gdO = cute.local_tile(gmem.mdO[None, None, tile.head_idx, tile.batch_idx], tile_q, (None, 0))
+        # (tile_n, head_dim)
+        gK = cute.local_tile(gmem.mK[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
+        gV = cute.local_tile(gmem.mV[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
+        tQsQ, tQgQ = partition_tma(atoms.Q, smem.sQ, gQ)
+        tdOsdO, tdOgdO = partition_tma(atoms.dO, smem.sdO, gdO)
+        tKsK, tKgK = partition_tma(atoms.K, smem.sK, gK)
+        tVsV, tVgV = partition_tma(atoms.V, smem.sV, gV)
+        stats_bytes = config.tile_m * 4
+        q_bytes = config.tile_m * config.head_dim * 2 + stats_bytes
+        for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
+            m_block = self.schedule.get_m_block(step, tile, shape)
+            stage = rings.Q.slot(it)
+            rings.Q.wait_empty(it)
+            barrier = rings.Q.expect_bytes(it, q_bytes)
+            cute.copy(atoms.Q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
+            copy_vector(gmem.mLSE[None, m_block, stream], smem.sLSE[None, stage], barrier)
+            if step == 0:
+                # after the first Q, which need not wait until dK and dV of the previous work tile have left sK and sV
+                rings.KV.wait_empty(work_it)
+                barrier_KV = rings.KV.expect_bytes(work_it, 2 * config.tile_n * config.head_dim * 2)
+                cute.copy(atoms.K, tKgK, tKsK, tma_bar_ptr=barrier_KV)
+                cute.copy(atoms.V, tVgV, tVsV, tma_bar_ptr=barrier_KV)
+            rings.dO.wait_empty(it)
+            barrier = rings.dO.expect_bytes(it, q_bytes)
+            cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage], tma_bar_ptr=barrier)
+            copy_vector(gmem.mdPsum[None, m_block, stream], smem.sdPsum[None, stage], barrier)
+            it += 1
+        return it
+
+    # ---- STORE_DQ --------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_dQ_warp(self, gmem: Gmem, extents: Extents, smem: Smem, rings: Rings, parity: Int32):
+        """One of the two store warps: handles the steps whose running number has this parity."""
+        shape = self.make_shape(extents)
+        cute.arch.griddepcontrol_wait()  # the preprocess kernel resets the semaphores
+        if parity == 0:
+            self.release_dQ_buffer()
+        it, work_it = Int32(0), Int32(0)
+        work_idx = self.next_work(smem, rings.work, work_it)
+        while work_idx < shape.num_work_tiles:
+            tile = self.schedule.get_work_tile(work_idx, shape)
+            num_steps = self.schedule.get_num_steps(tile, shape)
+            for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
+                m_block = self.schedule.get_m_block(step, tile, shape)
+                self.store_dQ_step(gmem, extents, smem, parity, m_block, tile)
+            it += num_steps
+            work_it += 1
+            work_idx = self.next_work(smem, rings.work, work_it)
+
+    @cute.jit
+    def store_dQ_step(
+        self, gmem: Gmem, extents: Extents, smem: Smem, parity: Int32, m_block: Int32, tile: WorkTile
+    ):
+        """Waits for the turn of `tile` on dQ tile `m_block`, adds the staged partial, passes the turn on."""
+        shape = self.make_shape(extents)
+        stream = tile.batch_idx * shape.num_heads + tile.head_idx
+        lock_value = self.schedule.get_lock_value(m_block, tile, shape)
+        counter = gmem.mSemaphore.iterator + (stream * shape.num_m_blocks + m_block)
+        lane_idx = cute.arch.lane_idx()
+        if const_expr(self.schedule.ordered):
+            if lane_idx == 0:
+                if const_expr(self.debug):
+                    seen = semaphore.wait_turn_bounded(counter, lock_value)
+                    if seen != lock_value:
+                        self.report_stuck(gmem, tile, m_block, lock_value, seen)
+                else:
+                    semaphore.wait_turn(counter, lock_value)
+            cute.arch.sync_warp()
+        num_bytes = self.dQ_values * 4
+        for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
+            cute.arch.barrier(
+                barrier_id=NamedBarrierBwd.dQ_full(warpgroup_idx, parity),
+                number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
+            )
+            if lane_idx == 0:
+                source = smem.sdQ[None, warpgroup_idx].iterator
+                target = gmem.mdQaccum[None, warpgroup_idx, m_block, stream].iterator
+                if const_expr(self.schedule.ordered):
+                    if lock_value == 0:
+                        bulk_store(source, target, num_bytes)
+                    else:
+                        bulk_add_f32(source, target, num_bytes)
+                else:
+                    bulk_add_f32(source, target, num_bytes)
+                cute.arch.cp_async_bulk_commit_group()
+        if lane_idx == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        self.release_dQ_buffer()
+        if lane_idx == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
+            if const_expr(self.debug):
+                self.record_addition(gmem, m_block, stream, tile.n_block)
+            if const_expr(self.schedule.ordered):
+                semaphore.release_turn(counter)
+
+    @cute.jit
+    def release_dQ_buffer(self):
+        """Tells the MMA warpgroups that the staging buffer may be overwritten."""
+        for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
+            cute.arch.barrier_arrive(
+                barrier_id=NamedBarrierBwd.dQ_empty(warpgroup_idx),
+                number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
+            )
+
+    @cute.jit
+    def record_addition(self, gmem: Gmem, m_block: Int32, stream: Int32, n_block: Int32):
+        """Debug: appends n_block to the list of contributors of this dQ tile, before the turn is passed on."""
+        entries = gmem.mRecord[None, m_block, stream]
+        place = cute.arch.atomic_add(entries.iterator, Int32(1), sem="relaxed", scope="gpu")
+        entries[place + 1] = n_block
+
+    @cute.jit
+    def report_stuck(self, gmem: Gmem, tile: WorkTile, m_block: Int32, lock_value: Int32, seen: Int32):
+        """Debug: the first wait that was given up, as (1, batch, head, m_block, n_block, lock value, seen)."""
+        first = cute.arch.atomic_add(gmem.mStuck.iterator, Int32(1), sem="relaxed", scope="gpu")
+        if first == 0:
+            gmem.mStuck[1] = tile.batch_idx
+            gmem.mStuck[2] = tile.head_idx
+            gmem.mStuck[3] = m_block
+            gmem.mStuck[4] = tile.n_block
+            gmem.mStuck[5] = lock_value
+            gmem.mStuck[6] = seen
+
+    # ---- MMA -------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def mma_warpgroup(
+        self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings, softmax_scale: Float32
+    ):
+        shape = self.make_shape(extents)
+        context = self.make_mma_context(smem, softmax_scale)
+        shape_dKV = (self.config.tile_n, self.config.head_dim)
+        acc_dK = make_accumulator(context.gemm_dK.tiled_mma, shape_dKV)
+        acc_dV = make_accumulator(context.gemm_dV.tiled_mma, shape_dKV)
+        it, work_it = Int32(0), Int32(0)
+        work_idx = self.next_work(smem, rings.work, work_it)
+        while work_idx < shape.num_work_tiles:
+            tile = self.schedule.get_work_tile(work_idx, shape)
+            acc_dK.fill(0.0)
+            acc_dV.fill(0.0)
+            rings.KV.wait_full(work_it)
+            for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
+                m_block = self.schedule.get_m_block(step, tile, shape)
+                self.mma_step(context, extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it)
+                it += 1
+            acc_dK.store(acc_dK.load() * softmax_scale)
+            self.epilogue_dKV(gmem, atoms, smem, rings.KV, context, acc_dK, acc_dV, tile, work_it)
+            work_it += 1
+            work_idx = self.next_work(smem, rings.work, work_it)
+        # takes up the last release of the staging buffer, so that every barrier ends balanced
+        self.wait_dQ_buffer(context)
+
+    def make_mma_context(self, smem: Smem, softmax_scale: Float32) -> MmaContext:
+        config = self.config
+        tidx = cute.arch.thread_idx()[0] - NUM_PRODUCER_WARPS * WARP_THREADS
+        warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
+        mma_SdP = wgmma.make_tiled_mma_SdP(self.dtype, config)
+        mma_dKV = wgmma.make_tiled_mma_dKV(self.dtype, config)
+        mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
+        sKt = transpose_view(smem.sK)
+        gemm_dQ = (
+            Gemm.partition(mma_dQ, warpgroup_idx, sKt, smem.sdS)
+            if config.swap_dQ
+            else Gemm.partition(mma_dQ, warpgroup_idx, smem.sdS, sKt)
+        )
+        store_dS, tRS_sdS = wgmma.make_store_C(mma_SdP, transpose_view(smem.sdS), tidx, transpose=True)
+        return MmaContext(
+            gemm_S=Gemm.partition(mma_SdP, warpgroup_idx, smem.sK, smem.sQ),
+            gemm_dP=Gemm.partition(mma_SdP, warpgroup_idx, smem.sV, smem.sdO),
+            gemm_dV=Gemm.partition(mma_dKV, warpgroup_idx, None, transpose_view(smem.sdO)),
+            gemm_dK=Gemm.partition(mma_dKV, warpgroup_idx, None, transpose_view(smem.sQ)),
+            gemm_dQ=gemm_dQ,
+            store_dS=store_dS,
+            tRS_sdS=tRS_sdS,
+            tdQsdQ=fragment_slots(
+                smem.sdQ[None, warpgroup_idx].iterator, self.dQ_values // WARPGROUP_THREADS, tidx % WARPGROUP_THREADS
+            ),
+            tidx=tidx,
+            warpgroup_idx=warpgroup_idx,
+            softmax_scale_log2=softmax_scale * 1.4426950408889634,
+        )
+
+    @cute.jit
+    def mma_step(
+        self,
+        context: MmaContext,
+        extents: Extents,
+        smem: Smem,
+        rings: Rings,
+        acc_dK: cute.Tensor,
+        acc_dV: cute.Tensor,
+        m_block: Int32,
+        n_block: Int32,
+        it: Int32,
+    ):
+        """The five GEMMs of one (m_block, n_block) pass."""
+        shape = self.make_shape(extents)
+        shape_S = (self.config.tile_n, self.config.tile_m)
+        stage = rings.Q.slot(it)
+        # (1) S^T = K Q^T
+        rings.Q.wait_full(it)
+        acc_S = self.gemm_ss(context.gemm_S, shape_S, None, stage)
+        # (2) dP^T = V dO^T
+        rings.dO.wait_full(it)
+        acc_dP = self.gemm_ss(context.gemm_dP, shape_S, None, stage)
+        warpgroup.wait_group(1)
+        # P^T = exp2(scale * log2e * S^T - LSE * log2e)
+        if shape.needs_mask(m_block, n_block):
+            mask.apply_mask(acc_S, shape, m_block, n_block, context.tidx)
+        self.softmax(acc_S, smem.sLSE[None, stage], context)
+        # dS^T = P^T * (dP^T - dPsum)
+        warpgroup.wait_group(0)
+        self.softmax_backward(acc_S, acc_dP, smem.sdPsum[None, stage])
+        rP = wgmma.to_operand_A(acc_S, self.dtype)
+        rdS = wgmma.to_operand_A(acc_dP, self.dtype)
+        wgmma.store_C(context.store_dS, rdS, context.tRS_sdS[None, None, None, stage])
+        # (3) dV += P^T dO
+        issue_gemm(context.gemm_dV.tiled_mma, acc_dV, rP, stage_of(context.gemm_dV.tCrB, stage), True)
+        # dS of both warpgroups is staged; also, both have finished (4) and (5) of the step before, so that its stage
+        # of sdS is free again
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
+        # (4) dQ = dS K, or dQ^T = K^T dS^T
+        stage_A, stage_B = (None, stage) if self.config.swap_dQ else (stage, None)
+        acc_dQ = self.gemm_ss(context.gemm_dQ, self.config.dQ_mma_shape, stage_A, stage_B)
+        warpgroup.wait_group(1)
+        rings.dO.arrive_empty(it)
+        # (5) dK += dS^T Q
+        issue_gemm(context.gemm_dK.tiled_mma, acc_dK, rdS, stage_of(context.gemm_dK.tCrB, stage), True)
+        warpgroup.wait_group(1)
+        self.stage_dQ(context, acc_dQ, it)
+        warpgroup.wait_group(0)
+        rings.Q.arrive_empty(it)
+
+    def gemm_ss(self, gemm: Gemm, shape_mn, stage_A: Int32 | None, stage_B: Int32 | None) -> cute.Tensor:
+        """Issues A B with both operands in shared memory into a new accumulator."""
+        acc = make_accumulator(gemm.tiled_mma, shape_mn)
+        issue_gemm(gemm.tiled_mma, acc, stage_of(gemm.tCrA, stage_A), stage_of(gemm.tCrB, stage_B), False)
+        return acc
+
+    @cute.jit
+    def softmax(self, acc_S: cute.Tensor, sLSE: cute.Tensor, context: MmaContext):
+        """acc_S = exp2(scale * log2e * acc_S - LSE * log2e), in place."""
+        tLSE = mask.column_values(sLSE)
+        # (column pair, row pair, groups of 8 columns)
+        acc = cute.make_tensor(acc_S.iterator, cute.make_layout((2, 2, cute.size(acc_S) // 4)))
+        for v in cutlass.range_constexpr(cute.size(acc, mode=[2])):
+            for c in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    acc[c, r, v] = cute.math.exp2(
+                        acc[c, r, v] * context.softmax_scale_log2 - tLSE[c, v], fastmath=True
+                    )
+
+    @cute.jit
+    def softmax_backward(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, sdPsum: cute.Tensor):
+        """acc_dP = acc_P * (acc_dP - dPsum), in place."""
+        tdPsum = mask.column_values(sdPsum)
+        P = cute.make_tensor(acc_P.iterator, cute.make_layout((2, 2, cute.size(acc_P) // 4)))
+        dP = cute.make_tensor(acc_dP.iterator, cute.make_layout((2, 2, cute.size(acc_dP) // 4)))
+        for v in cutlass.range_constexpr(cute.size(P, mode=[2])):
+            for c in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    dP[c, r, v] = P[c, r, v] * (dP[c, r, v] - tdPsum[c, v])
+
+    @cute.jit
+    def stage_dQ(self, context: MmaContext, acc_dQ: cute.Tensor, it: Int32):
+        """Hands this warpgroup's half of the dQ partial to the store warp of this step."""
+        self.wait_dQ_buffer(context)
+        cute.autovec_copy(fragment_registers(acc_dQ), context.tdQsdQ)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(
+            barrier_id=NamedBarrierBwd.dQ_full(context.warpgroup_idx, it & 1),
+            number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
+        )
+
+    @cute.jit
+    def wait_dQ_buffer(self, context: MmaContext):
+        cute.arch.barrier(
+            barrier_id=NamedBarrierBwd.dQ_empty(context.warpgroup_idx),
+            number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
+        )
+
+    @cute.jit
+    def epilogue_dKV(
+        self,
+        gmem: Gmem,
+        atoms: TmaAtoms,
+        smem: Smem,
+        ring_KV: Ring,
+        context: MmaContext,
+        acc_dK: cute.Tensor,
+        acc_dV: cute.Tensor,
+        tile: WorkTile,
+        work_it: Int32,
+    ):
+        """Writes dK and dV of the work tile through sK and sV; rows beyond seqlen_k are clipped by the TMA."""
+        tile_kv = (self.config.tile_n, self.config.head_dim)
+        gdK = cute.local_tile(gmem.mdK[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
+        gdV = cute.local_tile(gmem.mdV[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
+        store_dK, tRS_sdK = wgmma.make_store_C(context.gemm_dK.tiled_mma, smem.sK, context.tidx, transpose=False)
+        store_dV, tRS_sdV = wgmma.make_store_C(context.gemm_dV.tiled_mma, smem.sV, context.tidx, transpose=False)
+        # every warpgroup has read sK and sV for the last time
+        cute.arch.barrier(barrier_id=NamedBarrierBwd.Epilogue.value, number_of_threads=self.num_mma_threads)
+        wgmma.store_C(store_dV, wgmma.to_operand_A(acc_dV, self.dtype), tRS_sdV)
+        wgmma.store_C(store_dK, wgmma.to_operand_A(acc_dK, self.dtype), tRS_sdK)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=NamedBarrierBwd.Epilogue.value, number_of_threads=self.num_mma_threads)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WarpRole.MMA:
+            tdVsdV, tdVgdV = partition_tma(atoms.dV, smem.sV, gdV)
+            tdKsdK, tdKgdK = partition_tma(atoms.dK, smem.sK, gdK)
+            cute.copy(atoms.dV, tdVsdV, tdVgdV)
+            cute.copy(atoms.dK, tdKsdK, tdKgdK)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            ring_KV.arrive_empty(work_it)

@@ -1,0 +1,42 @@
+"""Masking of score tiles and per-column row statistics, in the transposed score layout (device).
+
+Score tiles are S^T: rows are keys, columns are queries. See `wgmma` for which (row, column) a register holds.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_dash.problem import ProblemShape
+
+
+@cute.jit
+def apply_mask(acc_S: cute.Tensor, shape: ProblemShape, m_block: Int32, n_block: Int32, tidx: Int32):
+    """Sets scores of masked pairs and of keys beyond seqlen_k to -inf.
+
+    Args:
+        acc_S: fp32 accumulator of S^T, 64 keys per warpgroup.
+        tidx: thread within the consumer warpgroups; warp w of them holds keys 16 * w .. 16 * w + 15 of the tile.
+    """
+    lane_idx = tidx % 32
+    acc = cute.make_tensor(acc_S.iterator, cute.make_layout((2, 2, cute.size(acc_S) // 4)))
+    for r in cutlass.range_constexpr(2):
+        key = n_block * shape.tile_n + tidx // 32 * 16 + lane_idx // 4 + 8 * r
+        # columns below `first` are masked for this key; column = 8 * v + 2 * (lane % 4) + c, the lane's part moved over
+        first = Int32(0)
+        if const_expr(shape.causal):
+            first = key - (shape.seqlen_k - shape.seqlen_q) - m_block * shape.tile_m - 2 * (lane_idx % 4)
+        if key >= shape.seqlen_k:
+            first = Int32(shape.tile_m)
+        for v in cutlass.range_constexpr(cute.size(acc, mode=[2])):
+            for c in cutlass.range_constexpr(2):
+                acc[c, r, v] = -Float32.inf if 8 * v + c < first else acc[c, r, v]
+
+
+def column_values(sX: cute.Tensor) -> cute.Tensor:
+    """Loads the values of this thread's columns, (2, tile_m / 8), from a shared-memory vector (tile_m,)."""
+    offset = 2 * (cute.arch.lane_idx() % 4)
+    source = cute.make_tensor((sX.iterator + offset).align(8), cute.make_layout((2, cute.size(sX) // 8), stride=(1, 8)))
+    values = cute.make_rmem_tensor(source.shape, Float32)
+    cute.autovec_copy(source, values)
+    return values

@@ -1,0 +1,159 @@
+"""Shared-memory layouts, tiled MMAs and accumulator views of the backward kernels (trace time).
+
+All 16-bit operand tiles live in shared memory with their head dim (or, for dS, their keys) contiguous, in 128-byte
+swizzled atoms of 8 rows x 64 elements; the same bytes serve as K-major operand and, through `transpose_view`, as
+MN-major operand, so that no tile is stored twice.
+
+A warpgroup's accumulator of one 64-row atom is, per thread, ((2, 2, N/8), 1, 1): column pair, row pair (8 apart), and
+groups of 8 columns. Row = 16 * warp + lane / 4 + 8 * r; column = 8 * v + 2 * (lane % 4) + c.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from cute_dash.config import BwdConfig
+
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+
+
+def make_smem_layout(dtype, shape, num_stages=None):
+    """Row-major swizzled layout of a (rows, columns) tile; (rows, columns, num_stages) if stages are given."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    if num_stages is None:
+        return cute.tile_to_shape(atom, shape, order=(0, 1))
+    return cute.tile_to_shape(atom, (*shape, num_stages), order=(0, 1, 2))
+
+
+def transpose_view(tensor: cute.Tensor) -> cute.Tensor:
+    """The same bytes with the first two modes exchanged."""
+    rows, columns, *rest = tensor.shape
+    order = (1, 0, *range(2, cute.rank(tensor)))
+    return cute.composition(tensor, cute.make_ordered_layout((columns, rows, *rest), order=order))
+
+
+def make_tiled_mma_SdP(dtype, config: BwdConfig) -> cute.TiledMma:
+    """S^T = K Q^T and dP^T = V dO^T: (tile_n, tile_m), 64 keys per warpgroup, all operands in shared memory."""
+    return make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        K_MAJOR,
+        K_MAJOR,
+        Float32,
+        atom_layout_mnk=(config.num_mma_warpgroups, 1, 1),
+        tiler_mn=(64, config.tile_m),
+    )
+
+
+def make_tiled_mma_dKV(dtype, config: BwdConfig) -> cute.TiledMma:
+    """dV += P^T dO and dK += dS^T Q: (tile_n, head_dim), 64 keys per warpgroup, P^T and dS^T in registers."""
+    return make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        K_MAJOR,
+        MN_MAJOR,
+        Float32,
+        atom_layout_mnk=(config.num_mma_warpgroups, 1, 1),
+        tiler_mn=(64, config.head_dim),
+        a_source=warpgroup.OperandSource.RMEM,
+    )
+
+
+def make_tiled_mma_dQ(dtype, config: BwdConfig) -> cute.TiledMma:
+    """dQ = dS K, (tile_m, head_dim); or, where 64 does not divide tile_m, dQ^T = K^T dS^T, (head_dim, tile_m).
+
+    The warpgroups split the M mode if it has 64 rows for each, else the N mode.
+    """
+    rows, columns = (config.head_dim, config.tile_m) if config.swap_dQ else (config.tile_m, config.head_dim)
+    num_warpgroups = config.num_mma_warpgroups
+    split_rows = rows % (64 * num_warpgroups) == 0
+    atom_layout = (num_warpgroups, 1, 1) if split_rows else (1, num_warpgroups, 1)
+    return make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        MN_MAJOR if config.swap_dQ else K_MAJOR,
+        K_MAJOR if config.swap_dQ else MN_MAJOR,
+        Float32,
+        atom_layout_mnk=atom_layout,
+        tiler_mn=(64, columns if split_rows else columns // num_warpgroups),
+    )
+
+
+class Gemm(NamedTuple):
+    """One GEMM of the backward step: its tiled MMA and this warpgroup's operand fragments.
+
+    tCrA is None where A comes from registers, step by step.
+    """
+
+    tiled_mma: cute.TiledMma
+    tCrA: cute.Tensor | None
+    tCrB: cute.Tensor
+
+    @staticmethod
+    def partition(tiled_mma: cute.TiledMma, warpgroup_idx: Int32, sA, sB) -> "Gemm":
+        """Descriptor fragments of the shared-memory tiles sA (M, K[, stages]) and sB (N, K[, stages])."""
+        mma = tiled_mma.get_slice(warpgroup_idx * 128)
+        tCrA = None if sA is None else mma.make_fragment_A(mma.partition_A(sA))
+        return Gemm(tiled_mma, tCrA, mma.make_fragment_B(mma.partition_B(sB)))
+
+
+def make_accumulator(tiled_mma: cute.TiledMma, shape_mn: tuple[int, int]) -> cute.Tensor:
+    """Uninitialised fp32 accumulator registers of an (M, N) tile."""
+    return cute.make_rmem_tensor(tiled_mma.partition_shape_C(shape_mn), Float32)
+
+
+def stage_of(fragment: cute.Tensor, stage: Int32 | None) -> cute.Tensor:
+    """One stage of an operand fragment; fragments without a stage mode are returned whole."""
+    return fragment if stage is None else fragment[None, None, None, stage]
+
+
+@cute.jit
+def issue_gemm(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    tCrA: cute.Tensor,
+    tCrB: cute.Tensor,
+    accumulate: cutlass.Constexpr[bool],
+):
+    """Issues acc (+)= A B as one committed wgmma group, without waiting for it."""
+    warpgroup.fence()
+    # a fresh atom: the accumulate flag is state of the atom, and setting it on an outer one would leak out of the loop
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for k in cutlass.range_constexpr(cute.size(tCrA.shape[2])):
+        cute.gemm(atom, acc, tCrA[None, None, k], tCrB[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def to_operand_A(acc: cute.Tensor, dtype) -> cute.Tensor:
+    """Rounds an accumulator of one 64-row atom to `dtype`, shaped as the register operand A of the next wgmma.
+
+    Flat register order is the same in both: ((2, 2, V), 1, 1) -> ((2, 2, 2), 1, V / 2).
+    """
+    num_k_blocks = cute.size(acc) // 8
+    operand = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, num_k_blocks)), dtype)
+    flat = cute.make_tensor(operand.iterator, cute.make_layout(cute.size(acc)))
+    flat.store(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))).load().to(dtype))
+    return operand
+
+
+def make_store_C(tiled_mma: cute.TiledMma, sC: cute.Tensor, tidx: Int32, transpose: bool):
+    """Partitions sC for storing 16-bit accumulators with stmatrix.
+
+    Returns:
+        (tiled_copy, tRS_sC): pass both to `store_C`. sC is in the MMA's (M, N) coordinates; `transpose` tells that M,
+        not N, is contiguous in it.
+    """
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=transpose, num_matrices=4), sC.element_type)
+    tiled_copy = cute.make_tiled_copy_C(atom, tiled_mma)
+    return tiled_copy, tiled_copy.get_slice(tidx).partition_D(sC)
+
+
+def store_C(tiled_copy: cute.TiledCopy, rC: cute.Tensor, tRS_sC: cute.Tensor) -> None:
+    """Writes 16-bit accumulator registers, in any shape with the accumulator's flat order, to shared memory."""
+    cute.copy(tiled_copy, tiled_copy.retile(rC), tRS_sC)

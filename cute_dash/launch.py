@@ -1,0 +1,116 @@
+"""Runs the backward kernels on CUDA tensors: workspace, outputs, launch. Host only.
+
+Inputs are trusted here; `cute_dash.validation` is where they are checked. Nothing synchronises with the device except
+the debug calls.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from cute_dash.compile import CompileKey, get_backward
+from cute_dash.config import BwdConfig, get_config
+from cute_dash.kernels.workspace import WorkspaceLayout
+from cute_dash.problem import ProblemShape
+from cute_dash.schedule import Schedule
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class StuckError(RuntimeError):
+    """A CTA gave up waiting for its turn (debug launches only)."""
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    schedule: Schedule,
+) -> Gradients:
+    """dQ, dK, dV of attention on a Hopper GPU.
+
+    Args:
+        dout, q, out: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16; strides TMA can use: last one 1, others
+            multiples of 8 elements, pointers 16-byte aligned.
+        k, v: (batch, seqlen_k, num_heads, head_dim), likewise.
+        lse: (batch, num_heads, seqlen_q), fp32, natural log; -inf for rows that see no key.
+        schedule: a concrete schedule (`registry.resolve`).
+    Returns:
+        (dq, dk, dv), contiguous, of the inputs' shapes and dtype.
+    """
+    return _launch((dout, q, k, v, out, lse), softmax_scale, causal, schedule, None, None)
+
+
+def record_order(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    schedule: Schedule,
+) -> tuple[Gradients, torch.Tensor]:
+    """`backward` in a debug build: records the order of additions and bounds every wait.
+
+    Returns:
+        ((dq, dk, dv), order): order is int32 (batch, num_heads, num_m_blocks, num_n_blocks), the n_blocks that added to
+        each dQ tile in the order in which they did, padded with -1.
+
+    Raises:
+        StuckError: a wait was given up; names batch, head, m_block, n_block and lock value.
+    """
+    shape = get_shape(q, k, get_config(q.shape[-1], causal))
+    size = (shape.num_streams, shape.num_m_blocks, shape.num_n_blocks + 1)
+    record = torch.full(size, -1, dtype=torch.int32, device=q.device)
+    record[..., 0] = 0
+    stuck = torch.zeros(8, dtype=torch.int32, device=q.device)
+    gradients = _launch((dout, q, k, v, out, lse), softmax_scale, causal, schedule, record, stuck)
+    count, batch_idx, head_idx, m_block, n_block, lock_value, seen, _ = stuck.tolist()
+    if count:
+        raise StuckError(
+            f"schedule {schedule.name!r}: {count} waits were given up, first the one of KV tile {n_block=} for its turn "
+            f"on dQ tile {m_block=} of {batch_idx=}, {head_idx=}: {lock_value=}, but the semaphore stayed at {seen}"
+        )
+    return gradients, record[..., 1:].view(shape.batch, shape.num_heads, shape.num_m_blocks, shape.num_n_blocks)
+
+
+def get_shape(q: torch.Tensor, k: torch.Tensor, config: BwdConfig) -> ProblemShape:
+    """The problem's extents under a configuration's tiles."""
+    batch, seqlen_q, num_heads, _ = q.shape
+    return ProblemShape(batch, num_heads, seqlen_q, k.shape[1], config.tile_m, config.tile_n, config.causal)
+
+
+@lru_cache
+def num_sms(device_index: int) -> int:
+    """Multiprocessors of a device: as many CTAs of the main kernel can be resident."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def _launch(
+    inputs: tuple[torch.Tensor, ...],
+    softmax_scale: float,
+    causal: bool,
+    schedule: Schedule,
+    record: torch.Tensor | None,
+    stuck: torch.Tensor | None,
+) -> Gradients:
+    _, q, k, v, _, _ = inputs
+    config = get_config(q.shape[-1], causal)
+    shape = get_shape(q, k, config)
+    cooperative = schedule.min_resident_ctas(shape) > 1
+    dtype = "bfloat16" if q.dtype is torch.bfloat16 else "float16"
+    kernel = get_backward(CompileKey(config, schedule, dtype, cooperative, debug=record is not None))
+    layout = WorkspaceLayout(shape.num_streams, shape.num_m_blocks, config.tile_m, config.head_dim)
+    with torch.cuda.device(q.device):
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        workspace = torch.empty(layout.size, dtype=torch.float32, device=q.device)
+        num_ctas = min(num_sms(q.device.index), shape.num_work_tiles)
+        kernel(*inputs, dq, dk, dv, workspace, record, stuck, softmax_scale, num_ctas)
+    return dq, dk, dv

@@ -1,0 +1,170 @@
+"""What tests, the demo and the benchmark measure against: fp64 references, error budgets, bit comparison, inputs.
+
+Host, with torch; works on tensors of any device. The references are written from the formulas of attention and its
+gradient, whole matrices at once: no tiles, no schedule, no autograd, so that they share nothing with what they judge.
+Lengths are in tokens; tensors are (batch, seqlen, num_heads, head_dim), LSE is (batch, num_heads, seqlen_q).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_dash.traced_int import TracedInt as TracedInt
+
+
+class AttentionInputs(NamedTuple):
+    """Random q, k, v and dout of one problem."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+def random_inputs(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    num_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: "torch.device | str" = "cpu",
+    seed: int = 0,
+) -> AttentionInputs:
+    """Standard normal q, dout (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, ...)."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(seqlen: int) -> Tensor:
+        x = torch.randn(batch, seqlen, num_heads, head_dim, generator=generator, device=device)
+        return x.to(dtype)
+
+    return AttentionInputs(q=normal(seqlen_q), k=normal(seqlen_k), v=normal(seqlen_k), dout=normal(seqlen_q))
+
+
+def attention_forward_ref(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention in fp64: out = softmax(scale * Q K^T) V with the bottom-right causal mask.
+
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim) and LSE (batch, num_heads, seqlen_q), both fp64. A query that sees
+        no key has out 0 and LSE -inf.
+    """
+    p, lse = _softmax(q.double(), k.double(), softmax_scale, causal)
+    return torch.einsum("bhmn,bnhd->bmhd", p, v.double()), lse
+
+
+def attention_backward_ref(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of attention in fp64, from q, k, v alone (nothing rounded is taken from a forward pass).
+
+    With P = softmax(S) the Jacobian of a row is diag(P) - P P^T, so dS = P * (dP - rowsum(P * dP)).
+
+    Returns:
+        dq, dk, dv in the shapes of q, k, v, fp64; rows of dq whose query sees no key are 0.
+    """
+    dout, q, k, v = dout.double(), q.double(), k.double(), v.double()
+    p, _ = _softmax(q, k, softmax_scale, causal)
+    dp = torch.einsum("bmhd,bnhd->bhmn", dout, v)
+    ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True)) * softmax_scale
+    return _gradients(p, ds, dout, q, k)
+
+
+def attention_backward_rounded(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The comparator of an error budget: fp64 but for the roundings that a kernel with 16-bit GEMM inputs must make.
+
+    Out, P and dS are rounded to the input dtype, and so are the results. Its error against `attention_backward_ref` is
+    what the dtype costs; a kernel may be a small factor worse.
+
+    Returns:
+        dq, dk, dv in the shapes of q, k, v and the input dtype.
+    """
+    dtype = q.dtype
+    dout, q, k, v = dout.double(), q.double(), k.double(), v.double()
+    p, _ = _softmax(q, k, softmax_scale, causal)
+    out = torch.einsum("bhmn,bnhd->bmhd", p, v).to(dtype).double()
+    dpsum = (dout * out).sum(dim=-1).transpose(1, 2)  # (batch, num_heads, seqlen_q)
+    ds = p * (torch.einsum("bmhd,bnhd->bhmn", dout, v) - dpsum[..., None])
+    dq, dk, dv = _gradients(p.to(dtype).double(), ds.to(dtype).double(), dout, q, k)
+    return (dq * softmax_scale).to(dtype), (dk * softmax_scale).to(dtype), dv.to(dtype)
+
+
+def _softmax(q: Tensor, k: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """P (batch, num_heads, seqlen_q, seqlen_k) and LSE; a row without a visible key is 0 and -inf."""
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * softmax_scale
+    if causal:
+        seqlen_q, seqlen_k = scores.shape[-2:]
+        hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(seqlen_k - seqlen_q + 1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    p = torch.exp(scores - lse[..., None])
+    return torch.where(lse[..., None] == -math.inf, torch.zeros_like(p), p), lse
+
+
+def _gradients(p: Tensor, ds: Tensor, dout: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ = dS K, dK = dS^T Q, dV = P^T dO."""
+    dq = torch.einsum("bhmn,bnhd->bmhd", ds, k)
+    dk = torch.einsum("bhmn,bmhd->bnhd", ds, q)
+    dv = torch.einsum("bhmn,bmhd->bnhd", p, dout)
+    return dq, dk, dv
+
+
+def relative_error(x: Tensor, ref: Tensor) -> float:
+    """||x - ref|| / ||ref|| in fp64 (Frobenius); ||x|| where ref is 0. NaN in either tensor gives NaN."""
+    x, ref = x.detach().double(), ref.detach().double()
+    norm = float(ref.norm())
+    return float((x - ref).norm()) / (norm if norm != 0 else 1.0)
+
+
+def assert_accurate(actual: Tensor, ref: Tensor, comparator: Tensor, name: str, factor: float = 2.0) -> float:
+    """Asserts that the error of `actual` against `ref` is at most `factor` times that of `comparator`.
+
+    Both errors are relative Frobenius norms. Where both are below the unit roundoff of the dtype (a result that is
+    almost exactly representable), the budget is that roundoff.
+
+    Returns:
+        the ratio of the two errors (0 if both are 0).
+
+    Raises:
+        AssertionError: with both errors; also if `actual` holds a NaN or an infinity.
+    """
+    assert torch.isfinite(actual).all(), f"{name} holds {(~torch.isfinite(actual)).sum().item()} NaN or infinite values"
+    error, allowed = relative_error(actual, ref), relative_error(comparator, ref)
+    budget = max(factor * allowed, torch.finfo(actual.dtype).eps / 2)
+    assert error <= budget, f"{name}: relative error {error:.3e}, allowed {budget:.3e} ({factor} x {allowed:.3e})"
+    return error / allowed if allowed else 0.0
+
+
+def assert_bitwise_equal(a: Tensor, b: Tensor, name: str) -> None:
+    """Asserts that two tensors have the same shape, dtype and bits; equal NaNs are equal, 0.0 and -0.0 are not.
+
+    Raises:
+        AssertionError: with the number of differing elements and the first of them: coordinate and both values.
+    """
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a.shape} {a.dtype} against {b.shape} {b.dtype}"
+    differs = _bits(a) != _bits(b)
+    if differs.any():
+        first = tuple(differs.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{name}: {differs.sum().item()} of {a.numel()} elements differ, first at {first}: "
+            f"{a[first].item()!r} against {b[first].item()!r}"
+        )
+
+
+def _bits(x: Tensor) -> Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return x.contiguous().view(integer)
+
+
+def why_no_hopper() -> str | None:
+    """None where the GPU tests can run, else the reason why they cannot."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"{torch.cuda.get_device_name()} has compute capability {capability}, the kernel needs (9, 0)"
+    return None

@@ -1,0 +1,150 @@
+"""Every check of the op's arguments, made on the host before anything is launched or allocated.
+
+Each function raises TypeError (wrong kind of object or dtype) or ValueError (wrong value), naming the argument, its
+value and what is allowed. What is not supported is refused here and nowhere else. Lengths are in tokens.
+"""
+
+import math
+import numbers
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
+from cute_dash.problem import ProblemShape
+from cute_dash.registry import resolve
+from cute_dash.schedule import Schedule
+
+_CUDA_DTYPES = (torch.bfloat16, torch.float16)
+_CPU_DTYPES = (*_CUDA_DTYPES, torch.float32)
+_HOPPER = (9, 0)
+
+
+def check_scale(softmax_scale: float | None) -> None:
+    """None for the default, or a finite number above 0: forward kernels take the row maximum before they scale."""
+    if softmax_scale is None:
+        return
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
+        raise TypeError(f"{softmax_scale=} is a {type(softmax_scale).__name__}; allowed: a finite number above 0, or None")
+    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+        raise ValueError(f"{softmax_scale=}; allowed: a finite number above 0, or None for 1 / sqrt(head_dim)")
+
+
+def check_causal(causal: bool) -> None:
+    if not isinstance(causal, bool):
+        raise TypeError(f"{causal=} is a {type(causal).__name__}; allowed: True or False")
+
+
+def check_window_size(window_size: tuple[int | None, int | None] | None) -> None:
+    """(left, right) with -1 or None for unlimited; a limit is not there yet."""
+    if window_size is None:
+        return
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"{window_size=}; allowed: a pair (left, right)")
+    if any(side not in (None, -1) for side in window_size):
+        raise ValueError(f"{window_size=}: a limited window is not there yet; allowed: -1 or None on both sides")
+
+
+def check_softcap(softcap: float) -> None:
+    if softcap != 0:
+        raise ValueError(f"{softcap=}: a softcap is not there yet; allowed: 0")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shapes, dtypes and devices of q (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, ...)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: 4-D (batch, seqlen, num_heads, head_dim)")
+        if min(x.shape) < 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: every extent at least 1")
+    _check_dtype(q)
+    _check_same("k", k, "q", q)
+    _check_same("v", v, "q", q)
+    batch, _, num_heads, head_dim = q.shape
+    if head_dim not in SUPPORTED_HEAD_DIMS:
+        raise ValueError(f"q has head_dim {head_dim}; allowed: {SUPPORTED_HEAD_DIMS}")
+    if k.shape[2] != num_heads:
+        raise ValueError(
+            f"k has {k.shape[2]} heads and q has {num_heads}: grouped-query attention is not supported yet; "
+            f"allowed: as many heads as q ({num_heads})"
+        )
+    _check_shape("k", k, (batch, k.shape[1], num_heads, head_dim))
+    _check_shape("v", v, tuple(k.shape))
+
+
+def check_backward_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """`check_qkv`, and dout and out like q, lse (batch, num_heads, seqlen_q) fp32."""
+    check_qkv(q, k, v)
+    for name, x in (("dout", dout), ("out", out)):
+        _check_same(name, x, "q", q)
+        _check_shape(name, x, tuple(q.shape))
+    if lse.dtype != torch.float32:
+        raise TypeError(f"lse has dtype {lse.dtype}; allowed: torch.float32")
+    if lse.device != q.device:
+        raise ValueError(f"lse is on {lse.device}; allowed: the device of q ({q.device})")
+    _check_shape("lse", lse, (q.shape[0], q.shape[2], q.shape[1]))
+
+
+def check_device(device: torch.device) -> None:
+    """CPU, or a Hopper GPU."""
+    if device.type == "cpu":
+        return
+    if device.type != "cuda":
+        raise ValueError(f"q is on {device}; allowed: cpu, or cuda on a Hopper GPU")
+    if (capability := torch.cuda.get_device_capability(device)) != _HOPPER:
+        raise ValueError(f"q is on {device}, of compute capability {capability}; allowed: {_HOPPER} (Hopper)")
+
+
+def resolve_schedule(spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool) -> Schedule:
+    """The concrete schedule for these tensors, refused if it cannot run on their device.
+
+    Raises:
+        ValueError: unknown name, a schedule that cannot implement the shape, or one that needs more resident CTAs than
+            the device has SMs (one CTA of the backward kernel fills an SM).
+    """
+    shape = get_shape(q, k, causal)
+    schedule = _resolve(spec, shape)
+    if q.device.type == "cuda":
+        check_residency(schedule, shape, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    return schedule
+
+
+def check_residency(schedule: Schedule, shape: ProblemShape, num_sms: int) -> None:
+    """Raises ValueError if `schedule` needs more than `num_sms` CTAs resident at once."""
+    if (needed := schedule.min_resident_ctas(shape)) > num_sms:
+        raise ValueError(
+            f"schedule={schedule.name!r} needs {needed} resident CTAs for {shape}; "
+            f"allowed: at most {num_sms}, one for each SM of the device"
+        )
+
+
+def get_shape(q: Tensor, k: Tensor, causal: bool) -> ProblemShape:
+    """The problem in the tiles of the kernel that is compiled for this head dim and mask."""
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    config = get_config(head_dim, causal)
+    return ProblemShape(batch, num_heads, seqlen_q, k.shape[1], config.tile_m, config.tile_n, causal)
+
+
+@lru_cache(maxsize=1024)
+def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
+    return resolve(spec, shape)
+
+
+def _check_dtype(q: Tensor) -> None:
+    allowed = _CPU_DTYPES if q.device.type == "cpu" else _CUDA_DTYPES
+    if q.dtype not in allowed:
+        names = ", ".join(str(dtype) for dtype in allowed)
+        raise TypeError(f"q has dtype {q.dtype}; allowed on {q.device.type}: {names}")
+
+
+def _check_same(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    if x.dtype != other.dtype:
+        raise TypeError(f"{name} has dtype {x.dtype}; allowed: the dtype of {other_name} ({other.dtype})")
+    if x.device != other.device:
+        raise ValueError(f"{name} is on {x.device}; allowed: the device of {other_name} ({other.device})")
+
+
+def _check_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(x.shape) != expected:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {expected}")

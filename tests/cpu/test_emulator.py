@@ -1,0 +1,280 @@
+"""The emulator: right gradients, order and nothing else decides the bits, and wrong schedules are caught."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cute_dash import emulator, registry
+from cute_dash.check import ScheduleError
+from cute_dash.config import BwdConfig, get_config
+from cute_dash.problem import ProblemShape
+from cute_dash.schedule import DenseSchedule
+from cute_dash.testing import (
+    assert_accurate,
+    assert_bitwise_equal,
+    attention_backward_ref,
+    attention_backward_rounded,
+    attention_forward_ref,
+    random_inputs,
+    relative_error,
+)
+
+FP32_TOLERANCE = 2e-6  # relative; a few hundred fp32 additions and an exp2
+MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+EVERY_SCHEDULE = pytest.mark.parametrize("name", registry.available())
+LENGTHS = [(1, 1), (1, 128), (127, 129), (239, 1), (799, 3), (113, 203), (257, 256), (256, 257), (256, 64), (300, 520)]
+SCALE = 0.125
+SEEDS = range(6)
+
+
+def schedule_or_skip(name, seqlen_q, seqlen_k, causal, *, batch=1, num_heads=2, head_dim=64):
+    config = get_config(head_dim, causal)
+    shape = ProblemShape(batch, num_heads, seqlen_q, seqlen_k, config.tile_m, config.tile_n, causal)
+    try:
+        return registry.resolve(name, shape)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def run(x, causal, schedule, **options):
+    out, lse = emulator.forward(x.q, x.k, x.v, SCALE, causal)
+    return emulator.backward(x.dout, x.q, x.k, x.v, out, lse, SCALE, causal, schedule, **options)
+
+
+def assert_same_bits(grads, expected):
+    for name, a, b in zip(("dq", "dk", "dv"), grads, expected, strict=True):
+        assert_bitwise_equal(a, b, name)
+
+
+@MASKS
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_forward_equals_fp64(lengths, causal):
+    x = random_inputs(2, *lengths, num_heads=2, head_dim=64, dtype=torch.float32)
+    out, lse = emulator.forward(x.q, x.k, x.v, SCALE, causal)
+    ref_out, ref_lse = attention_forward_ref(x.q, x.k, x.v, SCALE, causal)
+    assert out.shape == x.q.shape and lse.dtype == torch.float32
+    assert relative_error(out, ref_out) < FP32_TOLERANCE
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-5, atol=1e-5)
+
+
+@MASKS
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_gradients_equal_fp64_for_all_lengths(lengths, causal):
+    assert_gradients_equal_fp64("auto_invariant", lengths, causal)
+
+
+@MASKS
+@pytest.mark.parametrize("lengths", [(127, 129), (257, 256), (239, 1)], ids=str)
+@EVERY_SCHEDULE
+def test_gradients_equal_fp64_for_all_schedules(name, lengths, causal):
+    assert_gradients_equal_fp64(name, lengths, causal)
+
+
+def assert_gradients_equal_fp64(name, lengths, causal):
+    x = random_inputs(1, *lengths, num_heads=2, head_dim=64, dtype=torch.float32)
+    grads = run(x, causal, schedule_or_skip(name, *lengths, causal))
+    refs = attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, causal)
+    scale = max(ref.norm().item() for ref in refs)  # with a single key dq and dk are exactly 0
+    for grad, ref in zip(grads, refs, strict=True):
+        assert (grad.double() - ref).norm().item() < FP32_TOLERANCE * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@MASKS
+def test_rounding_costs_what_the_dtype_must_cost(causal, head_dim, dtype):
+    x = random_inputs(2, 400, 400, num_heads=2, head_dim=head_dim, dtype=dtype)
+    args = (x.dout, x.q, x.k, x.v, SCALE, causal)
+    refs, comparators = attention_backward_ref(*args), attention_backward_rounded(*args)
+    for name, grad, ref, comparator in zip(
+        ("dq", "dk", "dv"), run(x, causal, "auto"), refs, comparators, strict=True
+    ):
+        assert grad.dtype == dtype
+        assert_accurate(grad, ref, comparator, name, factor=1.1)
+
+
+def run_with_constant_p(p, c_n, c_m, schedule, *, dtype=torch.float32):
+    """Backward of a problem made by hand, with P = p everywhere, dPsum = 0 and softmax_scale 1.
+
+    Key n has v = c_n[n] e0 and k = e0, query m has dout = c_m[m] e0 and q = e1, so that S = q k = 0 and p comes from LSE:
+    dP = c_m c_n, dV = e0 sum_m p c_m, dK = e1 sum_m p c_m c_n, dQ = e0 sum_n p c_m c_n.
+    """
+    e = torch.eye(64)
+    q, k = e[1].expand(len(c_m), 64), e[0].expand(len(c_n), 64)
+    v, dout = c_n[:, None] * e[0], c_m[:, None] * e[0]
+    dout, q, k, v = (x[None, :, None].to(dtype) for x in (dout, q, k, v))
+    lse = torch.full((1, 1, len(c_m)), -math.log(p))
+    grads = emulator.backward(dout, q, k, v, torch.zeros_like(q), lse, 1.0, False, schedule)
+    dq, dk, dv = (grad[0, :, 0] for grad in grads)
+    return dq[:, 0], dk[:, 1], dv[:, 0]
+
+
+def test_p_and_ds_are_rounded_to_the_input_dtype():
+    """100 times 1.003: bf16 has 1 and 1 + 2^-7 there, and near 100 it has 100 and 100.5."""
+    ones = torch.ones(100)
+    for grad in run_with_constant_p(1.003, ones, ones, "baseline"):
+        torch.testing.assert_close(grad, torch.full((100,), 100.3))
+    for grad in run_with_constant_p(1.003, ones, ones, "baseline", dtype=torch.bfloat16):
+        assert (grad == 100.0).all()
+
+
+@MASKS
+@EVERY_SCHEDULE
+def test_bits_do_not_depend_on_the_interleaving(name, causal):
+    schedule = schedule_or_skip(name, 500, 500, causal)
+    if not schedule.ordered:
+        pytest.skip(f"{name} promises no bits")
+    x = random_inputs(1, 500, 500, num_heads=2, head_dim=64, dtype=torch.float32)
+    expected = run(x, causal, schedule)
+    for seed in SEEDS:
+        assert_same_bits(run(x, causal, schedule, interleaving=seed), expected)
+
+
+@MASKS
+def test_bits_of_the_unordered_comparator_depend_on_the_interleaving(causal):
+    x = random_inputs(1, 500, 500, num_heads=2, head_dim=64, dtype=torch.float32)
+    results = [run(x, causal, "unordered", interleaving=seed) for seed in SEEDS]
+    assert any(not torch.equal(results[0][0], result[0]) for result in results[1:])
+    for result in results[1:]:
+        for grad, expected in zip(result[1:], results[0][1:], strict=True):
+            assert torch.equal(grad, expected)  # dk and dv have an owner each
+
+
+@dataclass(frozen=True)
+class Fold(DenseSchedule):
+    """Three m_blocks, three n_blocks, and any accumulation and loop order; `order` is the inverse of lock values."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+    loop: tuple[int, ...] = (0, 1, 2)
+    name = "fold"
+
+    def min_resident_ctas(self, shape):
+        return 3
+
+    def get_m_block(self, step, tile, shape):
+        return self.loop[step]
+
+    def get_lock_value(self, m_block, tile, shape):
+        return self.order.index(tile.n_block)
+
+
+def by_tile(constants):
+    """One nonzero value per tile of 128 tokens."""
+    x = torch.zeros(3, 128)
+    x[:, 0] = torch.tensor(constants)
+    return x.flatten()
+
+
+# in fp32 the 1 survives only if it is added to 2^30 - 2^30
+BIG_ONE_BIG = (2.0**30, 1.0, -(2.0**30))
+PERMUTATIONS = pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+
+
+@PERMUTATIONS
+def test_dq_adds_in_the_order_of_the_lock_values(order):
+    schedule = Fold(order=order)
+    dq, _, _ = run_with_constant_p(1.0, by_tile(BIG_ONE_BIG), by_tile((1.0, 1.0, 1.0)), schedule)
+    one_is_last = order[2] == 1
+    assert dq[::128].tolist() == 3 * [float(one_is_last)]
+
+
+@PERMUTATIONS
+def test_dk_and_dv_add_in_loop_order(order):
+    schedule = Fold(loop=order)
+    _, dk, dv = run_with_constant_p(1.0, by_tile((1.0, 1.0, 1.0)), by_tile(BIG_ONE_BIG), schedule)
+    one_is_last = order[2] == 1
+    assert dk[::128].tolist() == 3 * [float(one_is_last)]
+    assert dv.tolist() == 384 * [float(one_is_last)]
+
+
+@EVERY_SCHEDULE
+@MASKS
+def test_batch_invariant_schedules_keep_a_sequences_bits(name, causal):
+    schedule = schedule_or_skip(name, 300, 400, causal, batch=3)
+    if not schedule.batch_invariant:
+        pytest.skip(f"{name} is not batch invariant")
+    x = random_inputs(3, 300, 400, num_heads=2, head_dim=64, dtype=torch.float32)
+    whole = run(x, causal, schedule)
+    alone = run(type(x)(*(t[1:2] for t in x)), causal, schedule)
+    assert_same_bits(alone, [grad[1:2] for grad in whole])
+
+
+@EVERY_SCHEDULE
+def test_queries_without_keys_get_zero_and_nothing_is_nan(name):
+    schedule = schedule_or_skip(name, 256, 64, True)
+    x = random_inputs(1, 256, 64, num_heads=2, head_dim=64)
+    out, lse = emulator.forward(x.q, x.k, x.v, SCALE, causal=True)
+    dq, dk, dv = emulator.backward(x.dout, x.q, x.k, x.v, out, lse, SCALE, True, schedule)
+    blind = 256 - 64
+    assert (out[:, :blind] == 0).all() and (lse[:, :, :blind] == -math.inf).all() and (dq[:, :blind] == 0).all()
+    assert torch.isfinite(lse[:, :, blind:]).all() and (dq[:, blind:] != 0).any()
+    assert all(torch.isfinite(t).all() for t in (out, dq, dk, dv))
+
+
+def test_tile_shapes_can_be_chosen():
+    x = random_inputs(1, 100, 300, num_heads=1, head_dim=64, dtype=torch.float32)
+    config = BwdConfig(head_dim=64, causal=True, tile_m=16, tile_n=128)
+    refs = attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, True)
+    for grad, ref in zip(run(x, True, "shortest_first", config=config, interleaving=0), refs, strict=True):
+        assert relative_error(grad, ref) < FP32_TOLERANCE
+
+
+@dataclass(frozen=True)
+class SkipsAPlace(DenseSchedule):
+    """Lock values from 1: nobody ever stores."""
+
+    name = "skips_a_place"
+
+    def get_lock_value(self, m_block, tile, shape):
+        return 1 + tile.n_block
+
+
+@dataclass(frozen=True)
+class Ring(DenseSchedule):
+    """n_block 0 waits for n_block 1, which is claimed later; says that one CTA is enough."""
+
+    name = "ring"
+
+    def get_lock_value(self, m_block, tile, shape):
+        return shape.num_n_blocks - 1 - tile.n_block
+
+
+@dataclass(frozen=True)
+class StopsEarly(DenseSchedule):
+    """The last work tile leaves out its last m_block."""
+
+    name = "stops_early"
+
+    def get_num_steps(self, tile, shape):
+        return super().get_num_steps(tile, shape) - int(tile.n_block == shape.num_n_blocks - 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (SkipsAPlace(), r"'skips_a_place' deadlocks.*n_block=0.*lock value 1 of dQ tile m_block=0, which stays at 0"),
+        (Ring(), r"'ring' deadlocks with 1 resident CTAs: .*n_block=0.*lock value 1"),
+        (StopsEarly(), r"'stops_early': dQ tile m_block=1 .*got 1 contributions, 2 KV tiles reach it"),
+    ],
+    ids=["skips_a_place", "ring", "stops_early"],
+)
+def test_wrong_schedules_raise_and_name_the_tile(schedule, message):
+    x = random_inputs(1, 256, 256, num_heads=1, head_dim=64)
+    with pytest.raises(ScheduleError, match=message):
+        run(x, False, schedule)
+
+
+def test_the_ring_runs_with_two_resident_ctas():
+    x = random_inputs(1, 256, 256, num_heads=1, head_dim=64, dtype=torch.float32)
+
+    @dataclass(frozen=True)
+    class HonestRing(Ring):
+        def min_resident_ctas(self, shape):
+            return 2
+
+    expected = run(x, False, "shortest_first")  # the same loop and accumulation order, claimed right to left
+    for seed in SEEDS:
+        assert_same_bits(run(x, False, HonestRing(), interleaving=seed), expected)

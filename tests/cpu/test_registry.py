@@ -1,0 +1,143 @@
+"""Finding schedules: the scanned package, entry points, "module:ATTR", and what is said when there is none."""
+
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+import schedules
+from cute_dash import registry
+from cute_dash.problem import ProblemShape
+from cute_dash.schedule import Schedule
+from schedules.shift import Shift
+
+SHIPPED = {
+    *("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid"),
+    *("auto", "auto_invariant", "unordered"),
+}
+CAUSAL = ProblemShape(1, 2, 256, 256, 64, 128, causal=True)
+
+SOURCE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from cute_dash.schedule import DenseSchedule
+
+@dataclass(frozen=True)
+class Mine(DenseSchedule):
+    name: ClassVar[str] = "{name}"
+
+SCHEDULE = Mine()
+CLASS = Mine
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def drop_in(tmp_path, monkeypatch):
+    """Writes a module into a folder that the package `schedules` also looks into."""
+    monkeypatch.setattr(schedules, "__path__", [*schedules.__path__, str(tmp_path)])
+    written = []
+
+    def write(module, name):
+        (tmp_path / f"{module}.py").write_text(SOURCE.format(name=name))
+        written.append(f"schedules.{module}")
+
+    yield write
+    for module in written:
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def entry_point(monkeypatch):
+    """Pretends that an installed distribution registered `value` under `name`."""
+
+    def register(name, value):
+        point = EntryPoint(name, value, registry.ENTRY_POINT_GROUP)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+
+    return register
+
+
+def test_all_shipped_schedules_are_found():
+    assert set(registry.available()) >= SHIPPED
+    for name in SHIPPED:
+        schedule = registry.load(name)
+        assert isinstance(schedule, Schedule) and schedule.name == name
+
+
+def test_a_dropped_in_file_is_found_at_once(drop_in):
+    assert "dropped_in" not in registry.available()
+    drop_in("dropped_in", "dropped_in")
+    assert "dropped_in" in registry.available()
+    assert registry.resolve("dropped_in", CAUSAL).name == "dropped_in"
+
+
+def test_name_must_equal_the_module(drop_in):
+    drop_in("one_name", "another_name")
+    with pytest.raises(ValueError, match="'one_name' calls itself 'another_name'"):
+        registry.load("one_name")
+
+
+def test_entry_point(entry_point):
+    entry_point("shift", "schedules.shift:SCHEDULE")
+    with pytest.raises(ValueError, match=r"ambiguous: schedules/shift.py and the entry point 'schedules.shift:SCHEDULE'"):
+        registry.load("shift")
+    entry_point("theirs", "schedules.shift:SCHEDULE")
+    assert "theirs" in registry.available()
+    with pytest.raises(ValueError, match="'theirs' calls itself 'shift'"):
+        registry.load("theirs")
+
+
+def test_entry_point_loads(entry_point, drop_in):
+    drop_in("_theirs", "theirs")
+    assert "_theirs" not in registry.available()
+    entry_point("theirs", "schedules._theirs:SCHEDULE")
+    assert registry.load("theirs").name == "theirs"
+
+
+def test_module_attribute():
+    assert registry.load("schedules.shift:SCHEDULE") == Shift()
+
+
+def test_object_is_returned_as_it_is():
+    schedule = Shift(window=7)
+    assert registry.load(schedule) is schedule
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("symetric_shift", "unknown schedule 'symetric_shift': did you mean 'symmetric_shift'.*known are auto, "),
+        ("zzz", "unknown schedule 'zzz': known are auto, "),
+        ("no_such_module:X", "no module named 'no_such_module'"),
+        ("schedules.shift:NOPE", "module 'schedules.shift' has no attribute 'NOPE'"),
+        ("schedules.shift:Shift", "is the class Shift; it must be an instance"),
+        ("schedules.shift:wrap", "is no Schedule: it lacks .*get_lock_value"),
+        (":SCHEDULE", "must be a name or 'module:ATTR'"),
+    ],
+)
+def test_bad_spec(spec, message):
+    with pytest.raises(ValueError, match=message):
+        registry.load(spec)
+
+
+def test_not_a_schedule():
+    with pytest.raises(TypeError, match="schedule=3 must be a name"):
+        registry.load(3)
+
+
+def test_an_import_error_inside_a_schedule_is_not_hidden(drop_in, tmp_path):
+    drop_in("broken", "broken")
+    (tmp_path / "broken.py").write_text("import no_such_dependency")
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        registry.load("broken")
+
+
+def test_resolve_selects_a_concrete_schedule():
+    assert registry.resolve("auto", CAUSAL).name == "hybrid"
+    assert registry.resolve("auto_invariant", CAUSAL).name == "shortest_first"
+
+
+def test_resolve_refuses_a_mask_that_the_schedule_cannot_order():
+    with pytest.raises(ValueError, match="'shift' cannot implement ProblemShape.*causal=True"):
+        registry.resolve("shift", CAUSAL)

@@ -1,0 +1,222 @@
+"""What every shipped schedule promises, for shapes drawn at random and for the documented ones."""
+
+import importlib
+import inspect
+import textwrap
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cute_dash import registry
+from cute_dash.analysis import selection_table, table
+from cute_dash.check import check, expand, find_violation
+from cute_dash.problem import ProblemShape
+from cute_dash.schedule import DenseSchedule, Selector, WorkTile, get_tile_in_window
+from schedules.hybrid import Hybrid
+from schedules.longest_first import LongestFirst
+from schedules.shift import Shift
+from schedules.shortest_first import ShortestFirst
+from schedules.symmetric_shift import SymmetricShift
+
+SCHEDULES = [registry.load(name) for name in registry.available()]
+CONCRETE = [schedule for schedule in SCHEDULES if not isinstance(schedule, Selector)]
+VARIANTS = [
+    Shift(window=1),
+    Shift(heads_per_group=3, window=3),
+    SymmetricShift(window=1),
+    SymmetricShift(heads_per_group=3, window=2),
+    Hybrid(heads_per_group=2, tail_tiles=5),
+    Hybrid(tail_tiles=0),
+    LongestFirst(heads_per_group=3),
+    ShortestFirst(heads_per_group=5),
+]
+
+# 4 x 4 tiles of one token; 65 heads, so that `hybrid`, whose tail is 64 heads of 4 tiles, has both kinds
+DOCUMENTED_SHAPE = ProblemShape(1, 65, 4, 4, 1, 1, causal=True)
+
+
+def schedule_id(schedule):
+    return repr(schedule)
+
+
+@st.composite
+def shapes(draw, causal):
+    """Few tokens, odd tiles: every relation of num_m to num_n, of tile_m to tile_n and of seqlen_q to seqlen_k."""
+    return ProblemShape(
+        batch=draw(st.integers(1, 3)),
+        num_heads=draw(st.integers(1, 5)),
+        seqlen_q=draw(st.integers(1, 40)),
+        seqlen_k=draw(st.integers(1, 40)),
+        tile_m=draw(st.integers(1, 7)),
+        tile_n=draw(st.integers(1, 7)),
+        causal=causal,
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("schedule", SCHEDULES + VARIANTS, ids=schedule_id)
+def test_keeps_the_rules_for_any_shape(schedule, causal):
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(shape=shapes(causal))
+    def keeps(shape):
+        check(schedule, shape)
+
+    if schedule.can_implement(replace(DOCUMENTED_SHAPE, causal=causal)):
+        keeps()
+    else:
+        assert "cannot implement" in find_violation(schedule, replace(DOCUMENTED_SHAPE, causal=causal))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(1, 1), (1, 128), (127, 129), (239, 1), (799, 3), (113, 203), (1023, 1024), (256, 64)]
+)
+@pytest.mark.parametrize("tile_m", [64, 80, 128])
+def test_keeps_the_rules_for_the_kernel_tiles(schedule, seqlen_q, seqlen_k, tile_m):
+    causal = schedule.name != "shift"
+    check(schedule, ProblemShape(2, 3, seqlen_q, seqlen_k, tile_m, 128, causal))
+
+
+@pytest.mark.parametrize("schedule", CONCRETE, ids=lambda schedule: schedule.name)
+def test_docstring_shows_the_order(schedule):
+    shape = replace(DOCUMENTED_SHAPE, causal=schedule.name != "shift")
+    tables = [table(schedule, shape)]
+    if schedule.name == "hybrid":
+        tables.append(table(schedule, shape, head_idx=64))
+    assert textwrap.indent("\n\n".join(tables), "    ", str.strip) in module_docstring(schedule)
+
+
+@pytest.mark.parametrize("name", ["auto", "auto_invariant"])
+def test_docstring_shows_the_selection(name):
+    selector = registry.load(name)
+    assert textwrap.indent(selection_table(selector), "    ") in module_docstring(selector)
+
+
+def module_docstring(schedule):
+    return importlib.import_module(type(schedule).__module__).__doc__
+
+
+@pytest.mark.parametrize("name", ["auto", "auto_invariant"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_selectors_choose_ordered_schedules_that_fit(name, causal):
+    selector = registry.load(name)
+    for seqlen in (1, 128, 512, 1024, 2048, 8192, 16384, 1 << 20):
+        shape = ProblemShape(2, 16, seqlen, seqlen, 64, 128, causal)
+        schedule = selector.select(shape)
+        assert schedule.ordered and schedule.can_implement(shape)
+        assert schedule.min_resident_ctas(shape) <= 64
+        if selector.batch_invariant:
+            assert schedule.batch_invariant
+            assert selector.select(replace(shape, batch=1, num_heads=1)) == schedule
+
+
+def test_only_unordered_does_not_wait():
+    assert [schedule.name for schedule in SCHEDULES if not schedule.ordered] == ["unordered"]
+
+
+@pytest.mark.parametrize("schedule", CONCRETE, ids=lambda schedule: schedule.name)
+def test_grouping_changes_no_bits(schedule):
+    shape = ProblemShape(2, 5, 9, 11, 2, 3, causal=schedule.name != "shift")
+    orders = [
+        {order.tile: order[1:] for order in expand(replace(schedule, heads_per_group=size), shape)}
+        for size in (1, 2, 4, 10, 99)
+    ]
+    assert all(order == orders[0] for order in orders)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 10])
+def test_a_group_shares_a_stretch_of_the_tile_order(size):
+    """Streams s*size .. s*size + size - 1 are claimed before any later stream, and take turns within."""
+    shape = ProblemShape(2, 5, 8, 8, 2, 2, causal=False)
+    tiles = [LongestFirst(heads_per_group=size).get_work_tile(i, shape) for i in range(shape.num_work_tiles)]
+    streams = [tile.batch_idx * 5 + tile.head_idx for tile in tiles]
+    expected = []
+    for first in range(0, 10, size):
+        expected += list(range(first, min(first + size, 10))) * shape.num_n_blocks
+    assert streams == expected
+
+
+def test_a_window_is_claimed_in_a_row():
+    """5 tiles of 2 streams in windows of 2: (tile, stream)."""
+    places = [get_tile_in_window(place, 2, 5, window=2) for place in range(10)]
+    assert places == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1), (4, 0), (4, 1)]
+
+
+def test_measured_group_sizes():
+    """Heads that share the L2, as measured on an H200."""
+    schedule = DenseSchedule()
+
+    def size(seqlen, causal):
+        return schedule.get_heads_per_group(ProblemShape(1, 64, seqlen, seqlen, 128, 128, causal))
+
+    assert [size(seqlen, True) for seqlen in (512, 2048, 8192, 16384)] == [4, 4, 4, 4]
+    assert [size(seqlen, False) for seqlen in (2048, 8192, 16384, 1 << 20)] == [8, 4, 2, 1]
+
+
+def test_negative_group_size_is_refused():
+    with pytest.raises(ValueError, match="heads_per_group=-1"):
+        LongestFirst(heads_per_group=-1)
+
+
+def test_shift_never_meets_itself():
+    """At any step the n_blocks of a window are on different m_blocks, and add in the order in which they arrive."""
+    shape = ProblemShape(1, 1, 9, 7, 1, 1, causal=False)
+    schedule = Shift(window=7)
+    orders = expand(schedule, shape)
+    for step in range(9):
+        assert len({order.m_blocks[step] for order in orders}) == 7
+    arrivals = defaultdict(list)
+    for order in orders:
+        for step, (m_block, value) in enumerate(zip(order.m_blocks, order.lock_values, strict=True)):
+            arrivals[m_block].append((value, step))
+    assert all([step for _, step in sorted(pairs)] == sorted(step for _, step in pairs) for pairs in arrivals.values())
+
+
+@pytest.mark.parametrize("num_blocks", [2, 4, 6, 10])
+def test_symmetric_pairs_have_equal_length_and_never_meet(num_blocks):
+    """With one CTA per pair and no stall, at any time all CTAs are on different m_blocks."""
+    shape = ProblemShape(1, 1, num_blocks, num_blocks, 1, 1, causal=True)
+    loops = {order.tile.n_block: order.m_blocks for order in expand(SymmetricShift(), shape)}
+    pairs = [loops[j] + loops[num_blocks - 1 - j] for j in range(num_blocks // 2)]
+    assert {len(pair) for pair in pairs} == {num_blocks + 1}
+    for now in range(num_blocks + 1):
+        assert len({pair[now] for pair in pairs}) == len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "causal", "needed"), [(Shift(window=5), False, 5), (SymmetricShift(window=3), True, 3)], ids=repr
+)
+def test_windows_need_exactly_their_residents(schedule, causal, needed):
+    """One CTA less than promised hangs: the promise is not only enough but also necessary."""
+
+    class Optimist(type(schedule)):
+        def min_resident_ctas(self, shape):
+            return needed - 1
+
+    shape = ProblemShape(2, 3, 24, 24, 2, 2, causal)
+    assert schedule.min_resident_ctas(shape) == needed
+    assert find_violation(schedule, shape) is None
+    assert "deadlock with" in find_violation(Optimist(window=schedule.window), shape)
+
+
+def test_hybrid_splits_streams():
+    """10 tiles of tail at 4 KV tiles: the last 3 of 5 streams run longest first."""
+    shape = ProblemShape(1, 5, 4, 4, 1, 1, causal=True)
+    schedule = Hybrid(tail_tiles=10)
+    firsts = [schedule.get_m_block(0, WorkTile(0, head, 0), shape) for head in range(5)]
+    assert firsts == [0, 0, 3, 3, 3]
+    tail = [schedule.get_work_tile(i, shape) for i in range(8, 20)]
+    assert tail == [WorkTile(n_block, head, 0) for n_block in range(4) for head in (2, 3, 4)]
+
+
+def test_schedule_files_import_the_contract_only():
+    allowed = ("cute_dash.schedule", "cute_dash.problem", "cute_dash.ints", "dataclasses", "typing")
+    for schedule in SCHEDULES:
+        source = inspect.getsource(importlib.import_module(type(schedule).__module__))
+        for line in source.splitlines():
+            if line.startswith(("import ", "from ")):
+                module = line.split()[1]
+                assert module in allowed or (isinstance(schedule, Selector) and module.startswith("schedules.")), line
