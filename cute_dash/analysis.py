@@ -12,12 +12,12 @@ of its tile are outstanding; 1 is the paper's model, in which the add ends befor
 """
 
 import heapq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cute_dash.check import ScheduleError, TileOrder, expand
 from cute_dash.problem import ProblemShape
-from cute_dash.schedule import DenseSchedule, Schedule, SelectingSchedule, Selector, WorkTile
+from cute_dash.schedule import Schedule, SelectingSchedule, WorkTile
 
 
 class Interval(NamedTuple):
@@ -95,19 +95,13 @@ def simulate(
 def critical_path(schedule: Schedule, shape: ProblemShape, compute: float, reduce: float) -> float:
     """Length of the critical path of the paper's DAG, in which a head of n KV tiles has n SMs.
 
-    The DAG's edges are the steps of a work tile, the work tiles of an SM and the adds of a dQ tile. It knows no L2, so
-    head grouping does not count: the heads run one after the other, or two at a time where that is shorter, as in the
-    paper's symmetric shift. `simulate` takes the schedule as it is.
+    The DAG's edges are the steps of a work tile, the work tiles of an SM and the adds of a dQ tile. The schedule groups
+    heads as it is set to; the paper runs them one after the other, in the symmetric shift two at a time.
 
     Raises:
         ScheduleError: the schedule needs more CTAs than a head has KV tiles.
     """
-    if isinstance(schedule, Selector):
-        schedule = schedule.select(shape)
-    variants = [schedule]
-    if isinstance(schedule, DenseSchedule):
-        variants = [replace(schedule, heads_per_group=1), replace(schedule, heads_per_group=2)]
-    return min(simulate(variant, shape, shape.num_n_blocks, compute, reduce).makespan for variant in variants)
+    return simulate(schedule, shape, shape.num_n_blocks, compute, reduce).makespan
 
 
 def table(schedule: Schedule, shape: ProblemShape, head_idx: int = 0, batch_idx: int = 0) -> str:

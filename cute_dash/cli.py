@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 import cute_dash
-from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
+from cute_dash.check import ScheduleError, find_violation
+from cute_dash.config import SUPPORTED_HEAD_DIMS, BwdConfig, get_config
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule
 
@@ -54,10 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(command: Callable[[], int]) -> int:
     """Runs a command; what the user can put right becomes a message instead of a traceback."""
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()
+        return status
     except UsageError as error:
         print(f"cute-dash: {error}", file=sys.stderr)
         return USAGE
+    except ScheduleError as error:
+        print(f"cute-dash: {error}", file=sys.stderr)
+        return FAILED
     except BrokenPipeError:  # the reader of a pipe has seen enough, as in `cute-dash schedules | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit raises again
         return OK
@@ -103,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", add_help=False, help="time the kernel and its peers (in a checkout; bench --help)")
 
     command = _add_command(commands, "compile", _compile, "compile kernels into the on-disk cache")
-    command.add_argument("--schedule", nargs="+", metavar="NAME", help="default: every schedule that can take the mask")
+    command.add_argument("--schedule", nargs="+", metavar="NAME", help="default: all that can order the mask")
     command.add_argument("--mask", nargs="+", choices=MASKS, default=list(MASKS), help="default: both")
     command.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
     command.add_argument(
@@ -185,7 +191,10 @@ def _shape(args: argparse.Namespace, mask: str | None = None) -> ProblemShape:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from cute_dash import demo
+    try:
+        from cute_dash import demo
+    except ImportError as error:
+        raise UsageError(f"the demo cannot run here: {error} (see `cute-dash doctor`)") from error
 
     rows = demo.run(_progress)
     if sys.stderr.isatty():
@@ -229,8 +238,6 @@ def _first_line(schedule: Schedule) -> str:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from cute_dash.check import find_violation
-
     shape = _shape(args)
     schedule = _resolve(args.schedule, shape)
     violation = find_violation(schedule, shape, args.resident)
@@ -279,10 +286,14 @@ def _model_row(name: str, shape: ProblemShape, args: argparse.Namespace) -> dict
         return {**row, "note": "cannot order this shape"}
     if schedule.min_resident_ctas(shape) > args.num_sms:
         return {**row, "note": f"needs {schedule.min_resident_ctas(shape)} CTAs at once"}
-    timeline = _simulate(schedule, shape, args)
+    try:
+        timeline = _simulate(schedule, shape, args)
+        path_length = analysis.critical_path(schedule, shape, args.compute, args.reduce)
+    except ScheduleError as error:
+        return {**row, "note": str(error)}
     return {
         **row,
-        "critical_path": analysis.critical_path(schedule, shape, args.compute, args.reduce),
+        "critical_path": path_length,
         "makespan": timeline.makespan,
         "stall_share": timeline.stall_share,
         "note": "" if schedule.name == name else f"here: {schedule.name}",
@@ -292,9 +303,14 @@ def _model_row(name: str, shape: ProblemShape, args: argparse.Namespace) -> dict
 def _simulate(schedule: Schedule, shape: ProblemShape, args: argparse.Namespace) -> Any:
     from cute_dash import analysis
 
-    return analysis.simulate(
-        schedule, shape, args.num_sms, args.compute, args.reduce, latency=args.latency, num_dq_stages=args.dq_stages
-    )
+    try:
+        return analysis.simulate(
+            schedule, shape, args.num_sms, args.compute, args.reduce, latency=args.latency, num_dq_stages=args.dq_stages
+        )
+    except ScheduleError:
+        raise  # the schedule is at fault, not the options
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _plot(args: argparse.Namespace) -> int:
@@ -326,34 +342,48 @@ def _bench(argv: list[str]) -> int:
 
 def _compile(args: argparse.Namespace) -> int:
     from cute_dash import registry
-    from cute_dash.schedule import Selector
+    from cute_dash.compile import cache_dir
 
-    # a selector's kernels are those of the schedules that it chooses among
-    concrete = [name for name in registry.available() if not isinstance(registry.load(name), Selector)]
-    names = args.schedule or concrete
-    kernels = list(itertools.product(args.head_dim, args.mask, args.dtype, names))
-    for number, (head_dim, mask, dtype, name) in enumerate(kernels, start=1):
-        label = f"[{number}/{len(kernels)}] head dim {head_dim}, {mask}, {dtype}, {name}"
-        print(f"{label}: {_compile_one(head_dim, mask, dtype, name)}", flush=True)
-    return OK
-
-
-def _compile_one(head_dim: int, mask: str, dtype: str, name: str) -> str:
-    """Compiles one kernel unless the cache has it; returns what happened."""
-    compile_backward = _import_compile().compile_backward
-    config = get_config(head_dim, mask == "causal")
-    schedule = _load(name)
-    some_shape = ProblemShape(1, 1, 4096, 4096, config.tile_m, config.tile_n, config.causal)
-    if not schedule.can_implement(some_shape):
-        return f"skipped, cannot order {mask} masks"
-    start = time.perf_counter()
-    compile_backward(config, schedule, dtype)
-    return f"ready after {time.perf_counter() - start:.1f} s"
+    if cache_dir() is None:
+        raise UsageError("the on-disk cache is turned off by CUTE_DASH_CACHE=0: there is nothing to compile into")
+    schedules = [_load(name) for name in args.schedule or registry.available()]
+    jobs = []
+    for head_dim, mask in itertools.product(args.head_dim, args.mask):
+        config = get_config(head_dim, mask == "causal")
+        jobs += [(config, dtype, kernel) for dtype in args.dtype for kernel in _list_kernels(schedules, config)]
+    for number, (config, dtype, (schedule, cooperative)) in enumerate(jobs, start=1):
+        mask = "causal" if config.causal else "full"
+        start = time.perf_counter()
+        _compile_one(config, schedule, dtype, cooperative)
+        duration = time.perf_counter() - start
+        label = f"[{number}/{len(jobs)}] head dim {config.head_dim}, {mask}, {dtype}, {schedule!r}"
+        print(f"{label}: ready after {duration:.1f} s", flush=True)
+    print(f"{len(jobs)} kernel(s) in {cache_dir()}")
+    return OK if jobs else FAILED
 
 
-def _import_compile() -> Any:
+def _list_kernels(schedules: Sequence[Schedule], config: BwdConfig) -> list[tuple[Schedule, bool]]:
+    """The (schedule, launched cooperatively) that these schedules run as under a configuration, each once.
+
+    A selector runs as what it selects. Found by asking for one short to very long sequences.
+    """
+    from cute_dash import registry
+
+    kernels: dict[tuple[Schedule, bool], None] = {}  # an ordered set
+    for schedule, num_tiles in itertools.product(schedules, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)):
+        seqlen = num_tiles * config.tile_n
+        shape = ProblemShape(1, 16, seqlen, seqlen, config.tile_m, config.tile_n, config.causal)
+        if schedule.can_implement(shape):
+            concrete = registry.resolve(schedule, shape)
+            kernels[concrete, concrete.min_resident_ctas(shape) > 1] = None
+    return list(kernels)
+
+
+def _compile_one(config: BwdConfig, schedule: Schedule, dtype: str, cooperative: bool) -> None:
+    from cute_dash.compile import compile_backward
+
     try:
-        return import_module("cute_dash.compile")
+        compile_backward(config, schedule, dtype, cooperative=cooperative)
     except ImportError as error:
         raise UsageError(f"kernels cannot be compiled here: {error} (see `cute-dash doctor`)") from error
 

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import cute_dash
+from cute_dash.compile import cache_dir
 
 DSL_RANGE = ((4, 8, 1), (4, 9))  # as pyproject.toml requires it: lower bound included, upper bound not
 SUPPORTED_CAPABILITY = (9, 0)
@@ -190,14 +191,14 @@ def _gpu(index: int, properties: Any) -> Finding:
 def _cache_folder() -> Finding:
     """Where compiled kernels are kept, and whether they can be."""
     subject = "kernel cache"
-    try:
-        folder = Path(import_module("cute_dash.compile").cache_dir())
-    except Exception as error:  # reported above in detail if the DSL is the reason
-        return Finding(subject, "unknown", f"cute_dash.compile does not load ({type(error).__name__}: {error}).")
+    folder = cache_dir()
+    if folder is None:
+        return Finding(
+            subject, "off", "CUTE_DASH_CACHE=0 is set: every process compiles its kernels anew (seconds each)."
+        )
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if existing.is_dir() and os.access(existing, os.W_OK):
-        num_kernels = sum(1 for entry in folder.rglob("*") if entry.is_file()) if folder.exists() else 0
-        return Finding(subject, f"{folder} ({num_kernels} files)")
+        return Finding(subject, f"{folder} ({len(list(folder.glob('*.o')))} kernels)")
     return Finding(
         subject, str(folder), "It cannot be written: every process compiles its kernels anew (seconds each)."
     )

@@ -105,7 +105,7 @@ def backward(
         v=_to_streams(v),
         dout=_to_streams(dout),
         lse_log2=lse.float() * _LOG2_E,
-        dpsum=(dout.float() * out.float()).sum(dim=-1).transpose(1, 2),
+        dpsum=(_to_streams(dout) * _to_streams(out)).sum(dim=-1),
         scale_log2=softmax_scale * _LOG2_E,
         dtype=q.dtype,
     )

@@ -10,6 +10,7 @@ things differ between them and from the contract:
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +40,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool)
 def _cudnn_applies(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     if causal and q.shape[1] != k.shape[1]:
         return False
-    heads_first = [x.detach().transpose(1, 2) for x in (q, k, v)]
-    params = torch.backends.cuda.SDPAParams(*heads_first, None, 0.0, causal, False)
-    return torch.backends.cuda.can_use_cudnn_attention(params)
+    make_params: Any = torch.backends.cuda.SDPAParams  # torch declares other parameters than this C++ class takes
+    heads_first = (x.detach().transpose(1, 2) for x in (q, k, v))
+    return torch.backends.cuda.can_use_cudnn_attention(make_params(*heads_first, None, 0.0, causal, False))
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -104,6 +104,7 @@ def _(
 
 @attention_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    validation.check_qkv(q, k, v)
     batch, seqlen_q, num_heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32)
 
@@ -154,7 +155,10 @@ def _(
 
 
 @attention_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    validation.check_backward_tensors(dout, q, k, v, out, lse)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -26,7 +26,9 @@ def check_scale(softmax_scale: float | None) -> None:
     if softmax_scale is None:
         return
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
-        raise TypeError(f"{softmax_scale=} is a {type(softmax_scale).__name__}; allowed: a finite number above 0, or None")
+        raise TypeError(
+            f"{softmax_scale=} is a {type(softmax_scale).__name__}; allowed: a finite number above 0, or None"
+        )
     if not (math.isfinite(softmax_scale) and softmax_scale > 0):
         raise ValueError(f"{softmax_scale=}; allowed: a finite number above 0, or None for 1 / sqrt(head_dim)")
 
@@ -104,7 +106,7 @@ def resolve_schedule(spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool)
             the device has SMs (one CTA of the backward kernel fills an SM).
     """
     shape = get_shape(q, k, causal)
-    schedule = _resolve(spec, shape)
+    schedule = _resolve(spec, shape)  # type: ignore[arg-type]  # a protocol cannot promise that it is hashable
     if q.device.type == "cuda":
         check_residency(schedule, shape, torch.cuda.get_device_properties(q.device).multi_processor_count)
     return schedule

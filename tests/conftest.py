@@ -1,6 +1,12 @@
-"""Shared by all tests: hypothesis without wall-clock deadlines and with fixed examples, so that a run is repeatable."""
+"""Shared by all tests: repeatable hypothesis examples without deadlines, and one torch thread.
 
+The CPU tests multiply small tiles: a second thread gains nothing there, and on a busy machine the threads' spinning
+makes them ten times slower.
+"""
+
+import torch
 from hypothesis import settings
 
 settings.register_profile("cute_dash", deadline=None, derandomize=True)
 settings.load_profile("cute_dash")
+torch.set_num_threads(1)

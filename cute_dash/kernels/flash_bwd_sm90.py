@@ -529,10 +529,10 @@ class FlashAttentionBackwardSm90:
         if shape.needs_mask(m_block, n_block):
             mask.apply_mask(acc_S, shape, m_block, n_block, context.tidx)
         self.softmax(acc_S, smem.sLSE[None, stage], context)
+        rP = wgmma.to_operand_A(acc_S, self.dtype)
         # dS^T = P^T * (dP^T - dPsum)
         warpgroup.wait_group(0)
         self.softmax_backward(acc_S, acc_dP, smem.sdPsum[None, stage])
-        rP = wgmma.to_operand_A(acc_S, self.dtype)
         rdS = wgmma.to_operand_A(acc_dP, self.dtype)
         wgmma.store_C(context.store_dS, rdS, context.tRS_sdS[None, None, None, stage])
         # (3) dV += P^T dO

@@ -137,9 +137,23 @@ def to_operand_A(acc: cute.Tensor, dtype) -> cute.Tensor:
     """
     num_k_blocks = cute.size(acc) // 8
     operand = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, num_k_blocks)), dtype)
-    flat = cute.make_tensor(operand.iterator, cute.make_layout(cute.size(acc)))
-    flat.store(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))).load().to(dtype))
+    pairs = cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(acc))), Int32)
+    source = cute.make_tensor(acc.iterator, cute.make_layout((2, cute.size(pairs))))
+    for i in range(cute.size(pairs)):
+        pairs[i] = _round_pair(source[0, i], source[1, i], dtype)
     return operand
+
+
+def _round_pair(low: Float32, high: Float32, dtype) -> Int32:
+    """Two fp32 values rounded to nearest even and packed.
+
+    In PTX, because LLVM converts ordinary values a second time where they are used a second time, which keeps the fp32
+    tile alive across the GEMMs: 40 registers that the 80-row tile does not have (ptxas then serializes every wgmma).
+    """
+    kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
+    )
 
 
 def make_store_C(tiled_mma: cute.TiledMma, sC: cute.Tensor, tidx: Int32, transpose: bool):

@@ -126,10 +126,12 @@ def test_every_extra_that_the_doctor_recommends_exists():
     assert extras <= set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
 
 
-def test_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
+def test_cache_folder(tmp_path, monkeypatch):
     blocked = tmp_path / "a file, not a folder"
     blocked.touch()
-    monkeypatch.setitem(sys.modules, "cute_dash.compile", SimpleNamespace(cache_dir=lambda: blocked / "cute-dash"))
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(blocked / "cute-dash"))
     assert "cannot be written" in doctor._cache_folder().limit
-    monkeypatch.setitem(sys.modules, "cute_dash.compile", SimpleNamespace(cache_dir=lambda: tmp_path / "new"))
-    assert doctor._cache_folder().limit == ""
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(tmp_path / "new"))
+    assert doctor._cache_folder() == doctor.Finding("kernel cache", f"{tmp_path / 'new'} (0 kernels)")
+    monkeypatch.setenv("CUTE_DASH_CACHE", "0")
+    assert "CUTE_DASH_CACHE=0" in doctor._cache_folder().limit

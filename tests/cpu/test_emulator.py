@@ -89,9 +89,7 @@ def test_rounding_costs_what_the_dtype_must_cost(causal, head_dim, dtype):
     x = random_inputs(2, 400, 400, num_heads=2, head_dim=head_dim, dtype=dtype)
     args = (x.dout, x.q, x.k, x.v, SCALE, causal)
     refs, comparators = attention_backward_ref(*args), attention_backward_rounded(*args)
-    for name, grad, ref, comparator in zip(
-        ("dq", "dk", "dv"), run(x, causal, "auto"), refs, comparators, strict=True
-    ):
+    for name, grad, ref, comparator in zip(("dq", "dk", "dv"), run(x, causal, "auto"), refs, comparators, strict=True):
         assert grad.dtype == dtype
         assert_accurate(grad, ref, comparator, name, factor=1.1)
 

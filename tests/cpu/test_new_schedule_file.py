@@ -29,7 +29,9 @@ MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def read_example() -> str:
     """The code block of the README."""
     readme = (ROOT / "README.md").read_text()
-    (code,) = re.findall(r"schedule-example:begin -->\n```python\n(.*?)```\n<!-- schedule-example:end", readme, re.DOTALL)
+    (code,) = re.findall(
+        r"schedule-example:begin -->\n```python\n(.*?)```\n<!-- schedule-example:end", readme, re.DOTALL
+    )
     return code
 
 
@@ -116,3 +118,12 @@ def test_it_has_an_order_of_its_own(schedule_file):
     dqs = [emulator.backward(dout, q, k, v, out, lse, 0.125, False, name)[0] for name in (NAME, "baseline")]
     assert not torch.equal(*dqs)
     torch.testing.assert_close(*dqs)
+
+
+def test_it_is_compiled(schedule_file, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(tmp_path / "cache"))
+    assert main(["compile", "--schedule", NAME, "--head-dim", "64", "--mask", "causal"]) == 0
+    assert f"1 kernel(s) in {tmp_path / 'cache'}" in capsys.readouterr().out
+    (kernel,) = (tmp_path / "cache").glob("*.o")
+    assert kernel.stat().st_size > 10_000

@@ -80,7 +80,9 @@ def test_name_must_equal_the_module(drop_in):
 
 def test_entry_point(entry_point):
     entry_point("shift", "schedules.shift:SCHEDULE")
-    with pytest.raises(ValueError, match=r"ambiguous: schedules/shift.py and the entry point 'schedules.shift:SCHEDULE'"):
+    with pytest.raises(
+        ValueError, match=r"ambiguous: schedules/shift.py and the entry point 'schedules.shift:SCHEDULE'"
+    ):
         registry.load("shift")
     entry_point("theirs", "schedules.shift:SCHEDULE")
     assert "theirs" in registry.available()

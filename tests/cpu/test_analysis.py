@@ -1,0 +1,199 @@
+"""The DAG model: the paper's closed forms, a brute-force longest path, small cases by hand, and its parameters."""
+
+from collections import defaultdict
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_dash import registry
+from cute_dash.analysis import critical_path, simulate, table
+from cute_dash.check import ScheduleError, expand
+from cute_dash.problem import ProblemShape
+from schedules.baseline import Baseline
+from schedules.descending import Descending
+from schedules.shift import Shift
+from schedules.shortest_first import ShortestFirst
+from schedules.symmetric_shift import SymmetricShift
+from schedules.unordered import Unordered
+
+durations = st.fractions(min_value=Fraction(1, 10), max_value=10, max_denominator=10)
+ORDERED = [registry.load(name) for name in registry.available() if registry.load(name).ordered]
+
+
+def square(num_heads, num_blocks, causal):
+    """Heads of num_blocks x num_blocks tiles."""
+    return ProblemShape(1, num_heads, num_blocks, num_blocks, 1, 1, causal)
+
+
+# The paper's closed forms (arXiv 2601.21824): m heads, n KV tiles on n SMs, compute c, reduce r
+
+
+@given(m=st.integers(1, 5), n=st.integers(1, 9), c=durations, r=durations)
+def test_baseline_full(m, n, c, r):
+    assert critical_path(Baseline(), square(m, n, causal=False), c, r) == m * n * (c + r) + (n - 1) * r
+
+
+@given(m=st.sampled_from([2, 4, 6]), n=st.integers(1, 9), c=durations, r=durations)
+def test_descending_causal(m, n, c, r):
+    """Two heads fill the SMs, so m is even; an add must not take longer than a compute.
+
+    Otherwise the last CTA of one pair of heads is not the first of the next, and the form is a lower bound: the
+    stagger of the second pair starts after that of the first has been paid.
+    """
+    published = Fraction(m * (n + 1), 2) * (c + r) + (n - 1) * r
+    path = critical_path(Descending(), square(m, n, causal=True), c, r)
+    assert path == published if r <= c or m == 2 else path >= published
+
+
+@given(m=st.integers(1, 5), n=st.integers(1, 9), c=durations, r=durations)
+def test_shift_full(m, n, c, r):
+    assert critical_path(Shift(heads_per_group=1), square(m, n, causal=False), c, r) == m * n * (c + r)
+
+
+@given(m=st.sampled_from([2, 4, 6]), n=st.sampled_from([2, 4, 6, 8]), c=durations, r=durations)
+def test_symmetric_shift_causal(m, n, c, r):
+    """Pairs of KV tiles and pairs of heads: both even."""
+    schedule = SymmetricShift(heads_per_group=2)
+    assert critical_path(schedule, square(m, n, causal=True), c, r) == Fraction(m * (n + 1), 2) * (c + r)
+
+
+@pytest.mark.parametrize("schedule", [Shift(heads_per_group=1), SymmetricShift(heads_per_group=2)], ids=repr)
+def test_shifts_never_stall(schedule):
+    shape = square(4, 8, causal=schedule.name == "symmetric_shift")
+    assert simulate(schedule, shape, 8, 3, 2).stall_share == 0
+
+
+# Independent of the simulation
+
+
+@pytest.mark.parametrize("schedule", ORDERED, ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("latency", [0, 2])
+def test_unlimited_sms_give_the_longest_path(schedule, latency):
+    """With a CTA per work tile no claim matters: relax the DAG's edges until nothing changes."""
+    shape = ProblemShape(1, 2, 9, 13, 2, 3, causal=schedule.name != "shift")
+    orders = expand(schedule, shape)
+    ends = defaultdict(int)  # (stream, n_block, m_block) -> end of the add
+    adders = {
+        (o.tile[1:], m, v): o.tile.n_block for o in orders for m, v in zip(o.m_blocks, o.lock_values, strict=True)
+    }
+    changed = True
+    while changed:
+        changed = False
+        for tile, m_blocks, lock_values, _ in orders:
+            previous = 0
+            for m_block, value in zip(m_blocks, lock_values, strict=True):
+                turn = ends[tile[1:], adders[tile[1:], m_block, value - 1], m_block] + latency if value else 0
+                end = max(previous + 5, turn) + 3
+                changed |= end != ends[tile[1:], tile.n_block, m_block]
+                ends[tile[1:], tile.n_block, m_block] = previous = end
+    timeline = simulate(schedule, shape, shape.num_work_tiles, 5, 3, latency)
+    assert timeline.makespan == max(ends.values())
+    assert {(step.tile[1:], step.tile.n_block, step.m_block): step.end for cta in timeline.ctas for step in cta} == ends
+
+
+@pytest.mark.parametrize("schedule", ORDERED, ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("num_sms", [8, 13, 100])
+@pytest.mark.parametrize("num_dq_stages", [1, 2, 3])
+def test_timeline_is_legal(schedule, num_sms, num_dq_stages):
+    """Every step once, durations kept, CTAs do one thing at a time, adds in order with the latency between them."""
+    shape = ProblemShape(2, 3, 9, 13, 2, 3, causal=schedule.name != "shift")
+    timeline = simulate(schedule, shape, num_sms, compute=5, reduce=3, latency=1, num_dq_stages=num_dq_stages)
+    steps = [step for cta in timeline.ctas for step in cta]
+    orders = {o.tile: o for o in expand(schedule, shape)}
+    assert sorted((s.tile, s.m_block) for s in steps) == sorted((t, m) for t, o in orders.items() for m in o.m_blocks)
+    assert all(
+        s.compute_end - s.start == 5 and s.end - s.add_start == 3 and s.add_start >= s.compute_end for s in steps
+    )
+    for cta in timeline.ctas:
+        for before, after in zip(cta, cta[1:], strict=False):
+            assert after.start >= before.compute_end and after.add_start >= before.end
+            assert after.tile == before.tile or after.start >= before.end
+        for before, after in zip(cta, cta[num_dq_stages:], strict=False):
+            assert after.start >= before.end
+    adds = defaultdict(list)
+    for step in steps:
+        order = orders[step.tile]
+        adds[step.tile[1:], step.m_block].append((order.lock_values[order.m_blocks.index(step.m_block)], step))
+    for contributions in adds.values():
+        contributions.sort()
+        for (_, before), (_, after) in zip(contributions, contributions[1:], strict=False):
+            assert after.add_start >= before.end + 1
+
+
+def test_two_tiles_by_hand():
+    """n_block 1 computes until 5, waits for n_block 0's add until 8, adds until 11, computes until 16 and adds.
+
+    It waits 3 of its 19; the other one never in its 16.
+    """
+    timeline = simulate(Baseline(), square(1, 2, causal=False), 2, 5, 3)
+    assert [[step[2:] for step in cta] for cta in timeline.ctas] == [
+        [(0, 5, 5, 8), (8, 13, 13, 16)],
+        [(0, 5, 8, 11), (11, 16, 16, 19)],
+    ]
+    assert (timeline.makespan, timeline.stalled, timeline.held) == (19, 3, 35)
+    assert timeline.stall_share == 3 / 35
+
+
+def test_second_stage_hides_the_add_by_hand():
+    """One CTA, three steps: computes end at 5, 10 and 15, each add runs under the next compute, the last ends at 18."""
+    shape = ProblemShape(1, 1, 3, 1, 1, 1, causal=False)
+    assert simulate(Baseline(), shape, 1, 5, 3).makespan == 3 * (5 + 3)
+    timeline = simulate(Baseline(), shape, 1, 5, 3, num_dq_stages=2)
+    assert timeline.makespan == 3 * 5 + 3
+    assert timeline.stalled == 0
+
+
+def test_latency_by_hand():
+    """Each of the n - 1 hand-overs of the first m_block costs the latency once."""
+    shape = square(1, 4, causal=False)
+    assert simulate(Baseline(), shape, 4, 5, 3, latency=2).makespan == 4 * 8 + 3 * (3 + 2)
+
+
+def test_unordered_never_stalls():
+    shape = square(3, 5, causal=True)
+    timeline = simulate(Unordered(), shape, 15, 2, 7)
+    assert timeline.stall_share == 0
+    assert timeline.makespan == 5 * (2 + 7)
+
+
+def test_one_sm_does_all_the_work():
+    """3 heads of 1 + 2 + 3 + 4 steps."""
+    assert simulate(ShortestFirst(), square(3, 4, causal=True), 1, 5, 3).makespan == 3 * 10 * 8
+
+
+def test_idle_ctas_do_not_count():
+    timeline = simulate(Baseline(), square(1, 1, causal=True), 5, 5, 3)
+    assert timeline.held == 8
+    assert [len(cta) for cta in timeline.ctas] == [1, 0, 0, 0, 0]
+
+
+def test_deadlock_is_named():
+    with pytest.raises(ScheduleError, match=r"deadlock with 2 CTAs: CTA \d waits for lock value \d of m_block=\d"):
+        simulate(Shift(), square(1, 4, causal=False), 2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_sms", 0), ("compute", -1), ("reduce", -1), ("latency", -1), ("num_dq_stages", 0), ("compute", float("nan"))],
+)
+def test_bad_parameter(name, value):
+    parameters = {"num_sms": 2, "compute": 1, "reduce": 1, name: value}
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        simulate(Baseline(), square(1, 2, causal=False), **parameters)
+
+
+def test_no_duration_at_all():
+    with pytest.raises(ValueError, match="compute=0 and reduce=0 must not both be 0"):
+        simulate(Baseline(), square(1, 2, causal=False), 2, 0, 0)
+
+
+def test_table():
+    """Two streams claimed in turns from right to left; 5 queries see 3 keys bottom-right: the first two see none."""
+    shape = ProblemShape(1, 2, 5, 3, 1, 1, causal=True)
+    assert table(ShortestFirst(), shape, head_idx=1) == (
+        " step  n=0  n=1  n=2\n    0  2:0  3:0  4:0\n    1  3:1  4:1    -\n    2  4:2    -    -\nclaim    2    1    0"
+    )
+    assert table(ShortestFirst(), replace(shape, num_heads=1)) == table(ShortestFirst(), shape)

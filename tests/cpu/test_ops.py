@@ -1,0 +1,290 @@
+"""The torch side on CPU tensors: gradients through autograd, opcheck, fake tensors, schedules as strings, layouts."""
+
+import math
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cute_dash
+from cute_dash import emulator, forward, interface, ops
+from cute_dash.testing import (
+    assert_bitwise_equal,
+    attention_backward_ref,
+    attention_forward_ref,
+    random_inputs,
+    relative_error,
+)
+from schedules.longest_first import LongestFirst
+from schedules.shortest_first import SCHEDULE as SHORTEST_FIRST
+
+FP32_TOLERANCE = 2e-6
+NAMES = ("dq", "dk", "dv")
+MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+LENGTHS = pytest.mark.parametrize("lengths", [(130, 130), (40, 150), (150, 40)], ids=str)
+
+
+def inputs(seqlen_q=130, seqlen_k=130, *, dtype=torch.float32, head_dim=64):
+    return random_inputs(2, seqlen_q, seqlen_k, num_heads=2, head_dim=head_dim, dtype=dtype)
+
+
+def leaves(x):
+    return [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
+
+
+@MASKS
+@LENGTHS
+def test_autograd_gives_the_gradients_of_attention(lengths, causal):
+    x = inputs(*lengths)
+    q, k, v = leaves(x)
+    out, lse = cute_dash.flash_attn_func(q, k, v, causal=causal, return_lse=True)
+    out.backward(x.dout)
+    scale = 1 / math.sqrt(64)  # the default
+    ref_out, ref_lse = attention_forward_ref(x.q, x.k, x.v, scale, causal)
+    assert relative_error(out, ref_out) < FP32_TOLERANCE
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-5, atol=1e-5)
+    for leaf, ref in zip((q, k, v), attention_backward_ref(x.dout, x.q, x.k, x.v, scale, causal), strict=True):
+        assert relative_error(leaf.grad, ref) < FP32_TOLERANCE
+
+
+def test_softmax_scale_reaches_forward_and_backward():
+    x = inputs()
+    q, k, v = leaves(x)
+    cute_dash.flash_attn_func(q, k, v, softmax_scale=0.5).backward(x.dout)
+    for leaf, ref in zip((q, k, v), attention_backward_ref(x.dout, x.q, x.k, x.v, 0.5, False), strict=True):
+        assert relative_error(leaf.grad, ref) < FP32_TOLERANCE
+
+
+def test_attention_backward_uses_the_out_and_lse_it_is_given():
+    """Two halves of the keys with the whole problem's out and LSE: what ring attention does on two ranks."""
+    x = inputs(130, 256)
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, return_lse=True)
+    whole = cute_dash.attention_backward(x.dout, x.q, x.k, x.v, out, lse)
+    halves = [
+        cute_dash.attention_backward(x.dout, x.q, x.k[:, rank], x.v[:, rank], out, lse)
+        for rank in (slice(0, 128), slice(128, 256))
+    ]
+    assert relative_error(halves[0][0] + halves[1][0], whole[0]) < FP32_TOLERANCE
+    for i in (1, 2):
+        assert relative_error(torch.cat([halves[0][i], halves[1][i]], dim=1), whole[i]) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
+def test_inputs_without_requires_grad(wanted):
+    x = inputs()
+    full = leaves(x)
+    cute_dash.flash_attn_func(*full).backward(x.dout)
+    some = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x.q, x.k, x.v))]
+    cute_dash.flash_attn_func(*some).backward(x.dout)
+    for i, (leaf, expected) in enumerate(zip(some, full, strict=True)):
+        if i in wanted:
+            assert_bitwise_equal(leaf.grad, expected.grad, "qkv"[i])
+        else:
+            assert leaf.grad is None
+
+
+def test_lse_is_not_differentiable():
+    out, lse = cute_dash.flash_attn_func(*leaves(inputs()), return_lse=True)
+    assert out.requires_grad and not lse.requires_grad
+
+
+def test_double_backward_raises():
+    x = inputs()
+    q, k, v = leaves(x)
+    out = cute_dash.flash_attn_func(q, k, v)
+    (dq,) = torch.autograd.grad(out, q, x.dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        dq.sum().backward()
+
+
+@MASKS
+def test_opcheck_forward(causal):
+    x = inputs(40, 150, dtype=torch.bfloat16)
+    torch.library.opcheck(torch.ops.cute_dash.attention_forward.default, (*leaves(x), 0.1, causal, "baseline"))
+
+
+@MASKS
+def test_opcheck_backward(causal):
+    x = inputs(40, 150, dtype=torch.bfloat16)
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, causal=causal, return_lse=True)
+    arguments = (x.dout, x.q, x.k, x.v, out, lse, None, causal, "baseline")
+    torch.library.opcheck(torch.ops.cute_dash.attention_backward.default, arguments)
+
+
+def test_torch_compile_keeps_the_bits_without_a_graph_break():
+    x = inputs(dtype=torch.bfloat16)
+    compiled = torch.compile(lambda q, k, v: cute_dash.flash_attn_func(q, k, v), fullgraph=True, backend="aot_eager")
+    eager_leaves, compiled_leaves = leaves(x), leaves(x)
+    cute_dash.flash_attn_func(*eager_leaves).backward(x.dout)
+    compiled(*compiled_leaves).backward(x.dout)
+    for a, b in zip(compiled_leaves, eager_leaves, strict=True):
+        assert_bitwise_equal(a.grad, b.grad, "grad")
+
+
+def test_fake_tensors_have_the_real_shapes_dtypes_and_strides():
+    x = inputs(40, 150, dtype=torch.float16)
+    real = cute_dash.flash_attn_func(x.q, x.k, x.v, return_lse=True)
+    real += cute_dash.attention_backward(x.dout, x.q, x.k, x.v, *real)
+    with FakeTensorMode() as mode:
+        dout, q, k, v = (mode.from_tensor(t) for t in (x.dout, x.q, x.k, x.v))
+        fake = cute_dash.flash_attn_func(q, k, v, return_lse=True)
+        fake += cute_dash.attention_backward(dout, q, k, v, *fake)
+    for a, b in zip(fake, real, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("dims", [(1, 2), (1, 3), (0, 3)], ids=["heads first", "last dim strided", "batch last"])
+def test_strides_do_not_change_the_bits(dims):
+    x = inputs()
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, return_lse=True)
+    expected = cute_dash.attention_backward(x.dout, x.q, x.k, x.v, out, lse)
+
+    def permuted(t):
+        return t.transpose(*dims).contiguous().transpose(*dims)
+
+    q, k, v, dout = (permuted(t) for t in x)
+    assert torch.equal(cute_dash.flash_attn_func(q, k, v), out)
+    for name, a, b in zip(
+        NAMES, cute_dash.attention_backward(dout, q, k, v, permuted(out), lse), expected, strict=True
+    ):
+        assert a.is_contiguous()
+        assert_bitwise_equal(a, b, name)
+
+
+def test_expanded_dout_of_a_sum():
+    x = inputs()
+    q, k, v = leaves(x)
+    cute_dash.flash_attn_func(q, k, v).sum().backward()
+    ref = attention_backward_ref(torch.ones_like(x.dout), x.q, x.k, x.v, 1 / 8, False)
+    assert relative_error(v.grad, ref[2]) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (lambda x: x, True),
+        (lambda x: x.transpose(1, 2), True),
+        (lambda x: x[:, 1:, ::2], True),
+        (lambda x: x.transpose(1, 3), False),
+        (lambda x: x[:1].expand(2, -1, -1, -1), False),
+        (lambda x: x[..., 4:36], False),  # 8 bytes off
+        (lambda x: x[..., 8:40], True),  # 16 bytes off
+        (lambda x: torch.zeros(2 * 8 * 4 * 65, dtype=x.dtype).view(2, 8, 4, 65)[..., :64], False),
+        # contiguous to torch, which ignores the stride of an extent 1
+        (lambda x: x.as_strided((1, 8, 4, 64), (3, 256, 64, 1)), False),
+        (lambda x: x.as_strided((1, 8, 4, 64), (0, 256, 64, 1)), False),
+    ],
+    ids=[
+        "contiguous",
+        "heads first",
+        "sliced",
+        "last dim",
+        "expanded",
+        "8 bytes",
+        "16 bytes",
+        "rows of 65",
+        "1 by 3",
+        "1 by 0",
+    ],
+)
+def test_aligned_copies_exactly_what_tma_cannot_read(make, kept):
+    x = make(torch.randn(2, 8, 4, 64).bfloat16())
+    y = ops.aligned(x)
+    assert (y is x) == kept
+    assert torch.equal(x, y)
+    assert y.data_ptr() % 16 == 0
+    assert y.stride(-1) == 1 and all(stride > 0 and stride % 8 == 0 for stride in y.stride()[:-1])
+
+
+def schedule_that_ran(schedule, causal=False):
+    x = inputs(8, 8)
+    cute_dash.attention_backward(x.dout, x.q, x.k, x.v, x.q, torch.zeros(2, 2, 8), causal=causal, schedule=schedule)
+    return interface.last_schedule()
+
+
+def test_the_record_names_the_schedule_that_ran():
+    record = schedule_that_ran("shortest_first")
+    assert record == ("shortest_first", "shortest_first", SHORTEST_FIRST.version, SHORTEST_FIRST)
+
+
+@MASKS
+def test_the_record_holds_the_concrete_schedule_of_auto(causal):
+    record = schedule_that_ran("auto", causal)
+    assert record.requested == "auto"
+    assert record.name not in ("auto", "auto_invariant", "unordered")
+    assert record.schedule.name == record.name and record.schedule.version == record.version
+
+
+def test_schedules_are_taken_as_module_and_attribute_or_as_objects():
+    assert schedule_that_ran("schedules.shortest_first:SCHEDULE").schedule is SHORTEST_FIRST
+    tuned = LongestFirst(heads_per_group=3)
+    assert schedule_that_ran(tuned).schedule == tuned != schedule_that_ran("longest_first").schedule
+
+
+def test_equal_objects_share_a_handle_and_unequal_ones_do_not():
+    one, other = LongestFirst(heads_per_group=5), LongestFirst(heads_per_group=6)
+    assert ops.spec_of(one) == ops.spec_of(replace(one))
+    assert ops.spec_of(one) != ops.spec_of(other)
+    assert ops.spec_of("baseline") == "baseline"
+
+
+def test_the_record_is_seen_from_other_threads():
+    thread = threading.Thread(target=schedule_that_ran, args=("descending",))
+    thread.start()
+    thread.join()
+    assert interface.last_schedule().name == "descending"
+
+
+def test_autograd_runs_the_schedule_named_in_the_forward():
+    x = inputs(8, 8)
+    q, k, v = leaves(x)
+    out = cute_dash.flash_attn_func(q, k, v, schedule="descending")
+    schedule_that_ran("baseline")
+    out.backward(x.dout)
+    assert interface.last_schedule().name == "descending"
+
+
+@LENGTHS
+@MASKS
+def test_library_forward_takes_the_backend_with_the_right_mask(monkeypatch, causal, lengths):
+    """Which library runs, where cuDNN would take everything; the libraries themselves need a GPU."""
+    x = inputs(*lengths, dtype=torch.bfloat16)
+    called = []
+
+    def library(name):
+        return lambda q, k, v, scale, causal: called.append(name) or emulator.forward(q, k, v, scale, causal)
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
+    monkeypatch.setattr(forward, "_cudnn_forward", library("cudnn"))
+    monkeypatch.setattr(forward, "_flash_forward", library("flash"))
+    forward.forward(x.q, x.k, x.v, 0.1, causal)
+    unequal = lengths[0] != lengths[1]
+    assert called == ["flash" if causal and unequal else "cudnn"]
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf], ids=str)
+def test_library_forward_repairs_queries_without_keys(monkeypatch, junk):
+    x = inputs(150, 40)
+    expected = emulator.forward(x.q, x.k, x.v, 0.1, True)
+
+    def flash(q, k, v, scale, causal):
+        out, lse = (t.clone() for t in expected)
+        out[:, :110], lse[:, :, :110] = junk, junk
+        return out, lse
+
+    monkeypatch.setattr(forward, "_flash_forward", flash)
+    for actual, wanted in zip(forward.forward(x.q, x.k, x.v, 0.1, True), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@MASKS
+@pytest.mark.parametrize("run", [forward._cudnn_forward, forward._flash_forward], ids=["cudnn", "flash"])
+def test_library_calls_fit_torchs_schemas_and_the_ops_layout(run, causal):
+    with FakeTensorMode():
+        q = torch.empty(2, 40, 4, 64, dtype=torch.bfloat16, device="cuda")
+        kv = torch.empty(2, 150, 4, 64, dtype=torch.bfloat16, device="cuda")
+        out, lse = run(q, kv, kv, 0.1, causal)
+    assert out.shape == (2, 40, 4, 64) and out.dtype == torch.bfloat16 and out.is_contiguous()
+    assert lse.shape == (2, 4, 40) and lse.dtype == torch.float32 and lse.is_contiguous()

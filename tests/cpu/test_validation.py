@@ -1,0 +1,200 @@
+"""Bad input raises before anything runs, naming the argument, its value and what is allowed."""
+
+import math
+
+import pytest
+import torch
+
+import cute_dash
+from cute_dash import emulator, ops, validation
+from cute_dash.problem import ProblemShape
+from cute_dash.testing import random_inputs
+from schedules.shift import Shift
+
+
+def tensors(dtype=torch.bfloat16, **changes):
+    """Arguments of a good backward call of batch 2, 5 queries, 7 keys, 3 heads of 64, with some replaced."""
+    x = random_inputs(2, 5, 7, num_heads=3, head_dim=64, dtype=dtype)
+    good = dict(dout=x.dout, q=x.q, k=x.k, v=x.v, out=x.dout.clone(), lse=torch.zeros(2, 3, 5))
+    return good | changes
+
+
+def zeros(*shape, dtype=torch.bfloat16, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+BAD_QKV = {
+    "q no tensor": (dict(q=[1.0]), TypeError, "q is a list; allowed: a torch.Tensor"),
+    "q 3-D": (dict(q=zeros(5, 3, 64)), ValueError, r"q has shape \(5, 3, 64\); allowed: 4-D \(batch, seqlen"),
+    "v 5-D": (dict(v=zeros(1, 2, 7, 3, 64)), ValueError, r"v has shape \(1, 2, 7, 3, 64\); allowed: 4-D"),
+    "q 0-D": (dict(q=torch.zeros(())), ValueError, r"q has shape \(\); allowed: 4-D"),
+    "no queries": (dict(q=zeros(2, 0, 3, 64)), ValueError, r"q has shape \(2, 0, 3, 64\); allowed: every extent"),
+    "no keys": (dict(k=zeros(2, 0, 3, 64)), ValueError, r"k has shape \(2, 0, 3, 64\); allowed: every extent"),
+    "no heads": (dict(q=zeros(2, 5, 0, 64)), ValueError, "allowed: every extent at least 1"),
+    "no batch": (dict(q=zeros(0, 5, 3, 64)), ValueError, "allowed: every extent at least 1"),
+    "q fp64": (dict(q=zeros(2, 5, 3, 64, dtype=torch.float64)), TypeError, "q has dtype torch.float64; allowed on cpu"),
+    "q int": (dict(q=zeros(2, 5, 3, 64, dtype=torch.int32)), TypeError, "q has dtype torch.int32; allowed on cpu"),
+    "k fp16": (
+        dict(k=zeros(2, 7, 3, 64, dtype=torch.float16)),
+        TypeError,
+        r"k has dtype torch.float16; allowed: the dtype of q \(torch.bfloat16\)",
+    ),
+    "v fp32": (dict(v=zeros(2, 7, 3, 64, dtype=torch.float32)), TypeError, "v has dtype torch.float32"),
+    "head dim 96": (
+        dict(q=zeros(2, 5, 3, 96), k=zeros(2, 7, 3, 96), v=zeros(2, 7, 3, 96)),
+        ValueError,
+        r"q has head_dim 96; allowed: \(64, 128\)",
+    ),
+    "head dims differ": (dict(k=zeros(2, 7, 3, 128)), ValueError, r"k has shape .* allowed: \(2, 7, 3, 64\)"),
+    "v head dim": (dict(v=zeros(2, 7, 3, 128)), ValueError, r"v has shape .* allowed: \(2, 7, 3, 64\)"),
+    "batches differ": (
+        dict(k=zeros(1, 7, 3, 64)),
+        ValueError,
+        r"k has shape \(1, 7, 3, 64\); allowed: \(2, 7, 3, 64\)",
+    ),
+    "seqlens of k and v": (dict(v=zeros(2, 8, 3, 64)), ValueError, r"v has shape \(2, 8, 3, 64\); allowed: \(2, 7"),
+    "grouped query": (
+        dict(k=zeros(2, 7, 1, 64), v=zeros(2, 7, 1, 64)),
+        ValueError,
+        r"k has 1 heads and q has 3: grouped-query attention is not supported yet; allowed: .*\(3\)",
+    ),
+}
+BAD_BACKWARD = {
+    "dout shape": (dict(dout=zeros(2, 5, 3, 128)), ValueError, r"dout has shape .* allowed: \(2, 5, 3, 64\)"),
+    "dout dtype": (dict(dout=zeros(2, 5, 3, 64, dtype=torch.float32)), TypeError, "dout has dtype torch.float32"),
+    "out shape": (dict(out=zeros(2, 7, 3, 64)), ValueError, r"out has shape \(2, 7, 3, 64\); allowed: \(2, 5, 3, 64\)"),
+    "lse dtype": (dict(lse=zeros(2, 3, 5)), TypeError, "lse has dtype torch.bfloat16; allowed: torch.float32"),
+    "lse order": (dict(lse=torch.zeros(2, 5, 3)), ValueError, r"lse has shape \(2, 5, 3\); allowed: \(2, 3, 5\)"),
+    "lse device": (dict(lse=torch.zeros(2, 3, 5, device="meta")), ValueError, r"lse is on meta; allowed: .*\(cpu\)"),
+}
+BAD_OPTIONS = {
+    "scale nan": (dict(softmax_scale=math.nan), ValueError, "softmax_scale=nan; allowed: a finite number above 0"),
+    "scale inf": (dict(softmax_scale=math.inf), ValueError, "softmax_scale=inf"),
+    "scale 0": (dict(softmax_scale=0), ValueError, "softmax_scale=0"),
+    "scale negative": (dict(softmax_scale=-0.1), ValueError, "softmax_scale=-0.1"),
+    "scale text": (dict(softmax_scale="1"), TypeError, "softmax_scale='1' is a str"),
+    "scale bool": (dict(softmax_scale=True), TypeError, "softmax_scale=True is a bool"),
+    "causal None": (dict(causal=None), TypeError, "causal=None is a NoneType; allowed: True or False"),
+    "window left": (dict(window_size=(128, -1)), ValueError, r"window_size=\(128, -1\): .* not there yet; allowed: -1"),
+    "window right": (dict(window_size=(None, 0)), ValueError, r"window_size=\(None, 0\): .* not there yet"),
+    "window int": (dict(window_size=128), TypeError, r"window_size=128; allowed: a pair \(left, right\)"),
+    "softcap": (dict(softcap=30.0), ValueError, "softcap=30.0: a softcap is not there yet; allowed: 0"),
+    "schedule unknown": (dict(schedule="basline"), ValueError, "unknown schedule 'basline': did you mean 'baseline'"),
+    "schedule module": (dict(schedule="no_such_module:X"), ValueError, "no_such_module"),
+    "schedule number": (
+        dict(schedule=3),
+        TypeError,
+        "schedule=3 is a int; allowed: a name, 'module:ATTR' or a Schedule",
+    ),
+    "schedule shape": (
+        dict(schedule="shift", causal=True),
+        ValueError,
+        "schedule='shift' cannot implement ProblemShape",
+    ),
+}
+
+
+def parametrize(cases):
+    return pytest.mark.parametrize(("changes", "error", "message"), cases.values(), ids=cases.keys())
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Fails the test if the emulator is reached."""
+
+    def reached(*args, **options):
+        raise AssertionError("validation let a bad call through")
+
+    monkeypatch.setattr(emulator, "forward", reached)
+    monkeypatch.setattr(emulator, "backward", reached)
+
+
+@parametrize(BAD_QKV | BAD_OPTIONS)
+def test_forward_refuses(changes, error, message, no_work):
+    arguments = tensors(**changes)
+    for name in ("dout", "out", "lse"):
+        del arguments[name]
+    with pytest.raises(error, match=message):
+        cute_dash.flash_attn_func(**arguments)
+
+
+@parametrize(BAD_QKV | BAD_BACKWARD | BAD_OPTIONS)
+def test_backward_refuses(changes, error, message, no_work):
+    with pytest.raises(error, match=message):
+        cute_dash.attention_backward(**tensors(**changes))
+
+
+@parametrize({name: case for name, case in (BAD_QKV | BAD_BACKWARD).items() if name != "q no tensor"})
+def test_raw_backward_op_refuses(changes, error, message, no_work):
+    with pytest.raises(error, match=message):
+        torch.ops.cute_dash.attention_backward(**tensors(**changes), softmax_scale=0.1, causal=False, schedule="auto")
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (None, None), (-1, None), [-1, -1], None], ids=str)
+def test_unlimited_windows_are_accepted(window_size):
+    x = tensors()
+    out = cute_dash.flash_attn_func(x["q"], x["k"], x["v"], window_size=window_size)
+    assert torch.equal(out, cute_dash.flash_attn_func(x["q"], x["k"], x["v"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_good_input_is_accepted_in_every_cpu_dtype(dtype):
+    grads = cute_dash.attention_backward(**tensors(dtype))
+    assert [grad.dtype for grad in grads] == 3 * [dtype]
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(ValueError, match="q is on meta; allowed: cpu, or cuda on a Hopper GPU"):
+        validation.check_device(torch.device("meta"))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_gpus_other_than_hopper_are_refused(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(ValueError, match=rf"cuda:1, of compute capability \({capability[0]}, .*allowed: \(9, 0\)"):
+        validation.check_device(torch.device("cuda:1"))
+
+
+def test_hopper_is_accepted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    validation.check_device(torch.device("cuda:1"))
+
+
+def test_a_schedule_that_needs_more_ctas_than_sms_is_refused():
+    shape = ProblemShape(1, 1, 4096, 4096, 128, 128, causal=False)  # 32 x 32 tiles: rings of 32 CTAs
+    validation.check_residency(Shift(), shape, num_sms=32)
+    with pytest.raises(ValueError, match="schedule='shift' needs 32 resident CTAs .* at most 31, one for each SM"):
+        validation.check_residency(Shift(), shape, num_sms=31)
+
+
+def test_residency_is_checked_against_the_sms_of_the_tensors_device(monkeypatch):
+    class TwoSms:
+        multi_processor_count = 2
+
+    class OnCuda:
+        """What validation reads of a CUDA tensor."""
+
+        device = torch.device("cuda:1")
+        shape = (1, 512, 1, 64)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: TwoSms)
+    with pytest.raises(ValueError, match="needs 4 resident CTAs .* at most 2"):
+        validation.resolve_schedule("shift", OnCuda(), OnCuda(), causal=False)
+    assert validation.resolve_schedule("baseline", OnCuda(), OnCuda(), causal=False).name == "baseline"
+
+
+def test_fp32_is_refused_on_cuda():
+    class OnCuda:
+        device = torch.device("cuda")
+        dtype = torch.float32
+
+    with pytest.raises(TypeError, match="q has dtype torch.float32; allowed on cuda: torch.bfloat16, torch.float16$"):
+        validation._check_dtype(OnCuda())
+
+
+def test_a_refused_call_leaves_the_record_alone():
+    cute_dash.attention_backward(**tensors(), schedule="baseline")
+    before = ops.last_schedule()
+    with pytest.raises(ValueError, match="softcap"):
+        cute_dash.attention_backward(**tensors(), schedule="descending", softcap=1.0)
+    assert ops.last_schedule() is before

@@ -1,0 +1,104 @@
+"""Shared by the GPU tests: they need a Hopper, and say why where there is none."""
+
+import contextlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cute_dash import attention_backward, flash_attn_func, registry
+from cute_dash.testing import AttentionInputs, random_inputs, why_no_hopper
+from cute_dash.validation import get_shape
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hopper():
+    if (reason := why_no_hopper()) is not None:
+        pytest.skip(reason)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one backward call on the GPU, with the forward's results."""
+
+    inputs: AttentionInputs
+    out: torch.Tensor
+    lse: torch.Tensor
+    softmax_scale: float
+    causal: bool
+
+    def resolve(self, schedule):
+        """The concrete schedule; skips the test if it cannot order this problem."""
+        try:
+            return registry.resolve(schedule, get_shape(self.inputs.q, self.inputs.k, self.causal))
+        except ValueError as error:
+            pytest.skip(str(error))
+
+    def arguments(self):
+        q, k, v, dout = self.inputs
+        return dout, q, k, v, self.out, self.lse, self.softmax_scale, self.causal
+
+    def backward(self, schedule):
+        return attention_backward(*self.arguments(), schedule=schedule)
+
+    def select(self, sequences):
+        """The problem of some of the sequences, in the given order."""
+        inputs = AttentionInputs(*(x[sequences] for x in self.inputs))
+        return Problem(inputs, self.out[sequences], self.lse[sequences], self.softmax_scale, self.causal)
+
+
+@pytest.fixture
+def make_problem():
+    def make(batch, seqlen_q, seqlen_k, num_heads, head_dim, causal, *, dtype=torch.bfloat16, seed=0):
+        inputs = random_inputs(batch, seqlen_q, seqlen_k, num_heads, head_dim, dtype=dtype, device="cuda", seed=seed)
+        scale = head_dim**-0.5
+        out, lse = flash_attn_func(inputs.q, inputs.k, inputs.v, scale, causal, return_lse=True)
+        return Problem(inputs, out, lse, scale, causal)
+
+    return make
+
+
+@pytest.fixture
+def poison():
+    """A function that fills the caching allocator's free blocks with NaN (all bits set, in every float dtype)."""
+
+    def fill():
+        small = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in 8 * [512, 4096, 65536, 1 << 20]]
+        large = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (2, 4, 8, 16, 32, 64)]
+        for block in small + large:
+            block.fill_(255)
+
+    return fill
+
+
+@pytest.fixture
+def noise():
+    """A function that queues matmuls on another stream: they take SMs and L2 from whatever runs beside them."""
+    stream = torch.cuda.Stream()
+    a = torch.randn(1024, 1024, dtype=torch.bfloat16, device="cuda")
+    products = torch.empty_like(a)
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def queue(count):
+        with torch.cuda.stream(stream):
+            for _ in range(count):
+                torch.mm(a, a, out=products)
+
+    yield queue
+    stream.synchronize()
+
+
+@pytest.fixture
+def current_device():
+    """A context manager factory that restores the current device."""
+
+    @contextlib.contextmanager
+    def use(index):
+        before = torch.cuda.current_device()
+        torch.cuda.set_device(index)
+        try:
+            yield
+        finally:
+            torch.cuda.set_device(before)
+
+    return use

@@ -1,0 +1,180 @@
+"""The determinism contract on the GPU, bit for bit: runs, contention, memory, streams, graphs, processes, batches."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cute_dash import registry
+from cute_dash.testing import assert_bitwise_equal
+
+NUM_RUNS = 100
+MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128], ids=lambda head_dim: f"hd{head_dim}")
+EVERY_SCHEDULE = pytest.mark.parametrize("name", registry.available())
+
+
+def assert_same_bits(grads, expected):
+    for name, a, b in zip(("dq", "dk", "dv"), grads, expected, strict=True):
+        assert_bitwise_equal(a, b, name)
+
+
+def ordered_or_skip(problem, name):
+    schedule = problem.resolve(name)
+    if not schedule.ordered:
+        pytest.skip(f"{name} promises no bits")
+    return schedule
+
+
+@EVERY_SCHEDULE
+@MASKS
+@HEAD_DIMS
+def test_bits_are_equal_over_runs(name, head_dim, causal, make_problem, noise, poison):
+    problem = make_problem(8, 512, 512, 16, head_dim, causal)
+    schedule = ordered_or_skip(problem, name)
+    expected = problem.backward(schedule)
+    for run in range(NUM_RUNS):
+        noise(run % 4)
+        poison()
+        assert_same_bits(problem.backward(schedule), expected)
+
+
+@EVERY_SCHEDULE
+def test_bits_are_equal_over_runs_with_long_and_partial_tiles(name, make_problem, noise, poison):
+    causal = name == "symmetric_shift"
+    problem = make_problem(1, 4000, 4000, 8, 128, causal)
+    schedule = ordered_or_skip(problem, name)
+    expected = problem.backward(schedule)
+    for run in range(NUM_RUNS // 5):
+        noise(run % 4)
+        poison()
+        assert_same_bits(problem.backward(schedule), expected)
+
+
+@MASKS
+def test_the_unordered_comparator_changes_its_bits(causal, make_problem, noise):
+    """The negative control: the tests above could see a difference, on the same kernel."""
+    problem = make_problem(1, 4096, 4096, 16, 128, causal)
+    dq, dk, dv = problem.backward("unordered")
+    num_different = 0
+    for run in range(NUM_RUNS):
+        noise(run % 4)
+        other = problem.backward("unordered")
+        num_different += not torch.equal(other[0], dq)
+        assert_bitwise_equal(other[1], dk, "dk")
+        assert_bitwise_equal(other[2], dv, "dv")
+    assert num_different > 0
+
+
+@EVERY_SCHEDULE
+@MASKS
+def test_batch_invariant_schedules_permute_their_bits_with_the_batch(name, causal, make_problem):
+    problem = make_problem(5, 512, 512, 16, 128, causal)
+    schedule = ordered_or_skip(problem, name)
+    if not schedule.batch_invariant:
+        pytest.skip(f"{name} is not batch invariant")
+    whole = problem.backward(schedule)
+    for sequences in ([3, 0, 4, 1, 2], [2], [4, 4, 1]):
+        assert_same_bits(problem.select(sequences).backward(schedule), [grad[sequences] for grad in whole])
+
+
+def test_two_streams_at_once(make_problem):
+    problems = [make_problem(4, 1024, 1024, 8, 128, True), make_problem(4, 1024, 1024, 8, 64, False)]
+    names = ["shortest_first", "baseline"]
+    expected = [problem.backward(name) for problem, name in zip(problems, names, strict=True)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    results = [[], []]
+    for _ in range(20):
+        for problem, name, stream, result in zip(problems, names, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                result.append(problem.backward(name))
+    torch.cuda.synchronize()
+    for result, wanted in zip(results, expected, strict=True):
+        for grads in result:
+            assert_same_bits(grads, wanted)
+
+
+def test_the_current_stream_orders_the_work(make_problem):
+    """Inputs that are written late on a side stream: a launch on any other stream would read the zeros."""
+    problem = make_problem(4, 1024, 1024, 8, 128, True)
+    expected = problem.backward("shortest_first")
+    late = problem.select([0, 1, 2, 3])
+    for x in (*late.inputs, late.out, late.lse):
+        x.zero_()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        for x, source in zip(
+            (*late.inputs, late.out, late.lse), (*problem.inputs, problem.out, problem.lse), strict=True
+        ):
+            x.copy_(source)
+        grads = late.backward("shortest_first")
+    stream.synchronize()
+    assert_same_bits(grads, expected)
+
+
+@pytest.mark.parametrize(("name", "causal"), [("shortest_first", True), ("baseline", False)], ids=str)
+def test_cuda_graph_replay(name, causal, make_problem, poison):
+    problem = make_problem(4, 1024, 1024, 8, 128, causal)
+    expected = problem.backward(name)  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = problem.backward(name)
+    for _ in range(20):
+        for grad in grads:
+            grad.fill_(float("nan"))
+        poison()
+        graph.replay()
+        assert_same_bits(grads, expected)
+
+
+IN_ANOTHER_PROCESS = """
+import hashlib, torch
+from cute_dash import attention_backward, flash_attn_func
+from cute_dash.testing import random_inputs
+q, k, v, dout = random_inputs(2, 1024, 1024, 4, 128, device="cuda")
+out, lse = flash_attn_func(q, k, v, 128**-0.5, True, return_lse=True)
+grads = attention_backward(dout, q, k, v, out, lse, 128**-0.5, True, schedule="shortest_first")
+print(hashlib.sha256(b"".join(grad.view(torch.int16).cpu().numpy().tobytes() for grad in grads)).hexdigest())
+"""
+
+
+def test_another_process_gets_the_same_bits(make_problem, pytestconfig):
+    grads = make_problem(2, 1024, 1024, 4, 128, True).backward("shortest_first")
+    digest = hashlib.sha256(b"".join(grad.view(torch.int16).cpu().numpy().tobytes() for grad in grads)).hexdigest()
+    path = os.pathsep.join([str(pytestconfig.rootpath), *filter(None, [os.environ.get("PYTHONPATH")])])
+    other = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert other.returncode == 0, other.stderr
+    assert other.stdout.split()[-1] == digest
+
+
+def test_strides_do_not_change_the_bits(make_problem):
+    problem = make_problem(2, 1024, 1024, 4, 128, True)
+    expected = problem.backward("shortest_first")
+    layouts = {
+        "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "fused": lambda x: torch.stack([x, torch.full_like(x, float("nan"))], dim=2).flatten(1, 2)[:, ::2],
+        "last dim strided": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+        "4 bytes off": lambda x: torch.cat([x.new_zeros(2), x.flatten()])[2:].view(x.shape),
+    }
+    for layout in layouts.values():
+        changed = type(problem)(
+            type(problem.inputs)(*(layout(x) for x in problem.inputs)),
+            layout(problem.out),
+            problem.lse.transpose(1, 2).contiguous().transpose(1, 2),
+            problem.softmax_scale,
+            problem.causal,
+        )
+        assert_same_bits(changed.backward("shortest_first"), expected)

@@ -1,0 +1,43 @@
+"""The libraries' forward on the GPU, in the contract's semantics: bottom-right mask, blind queries, LSE, repeatable."""
+
+import math
+
+import pytest
+import torch
+
+from cute_dash import flash_attn_func
+from cute_dash.testing import assert_bitwise_equal, attention_forward_ref, random_inputs, relative_error
+
+LSE_TOLERANCE = 1e-3  # absolute; the libraries exponentiate approximately
+LENGTHS = [(1, 1), (1, 128), (127, 129), (239, 1), (799, 3), (113, 203), (1023, 1024), (1024, 1023), (512, 512)]
+MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+@MASKS
+@pytest.mark.parametrize("lengths", [*LENGTHS, (256, 64)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_forward_equals_fp64(dtype, head_dim, lengths, causal):
+    seqlen_q, seqlen_k = lengths
+    x = random_inputs(2, seqlen_q, seqlen_k, 3, head_dim, dtype=dtype, device="cuda")
+    out, lse = flash_attn_func(x.q, x.k, x.v, 0.1, causal, return_lse=True)
+    ref_out, ref_lse = attention_forward_ref(x.q, x.k, x.v, 0.1, causal)
+    assert out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
+    assert torch.isfinite(out).all()
+    assert relative_error(out, ref_out) < torch.finfo(dtype).eps
+    blind = max(seqlen_q - seqlen_k, 0) if causal else 0
+    assert (out[:, :blind] == 0).all() and (lse[:, :, :blind] == -math.inf).all()
+    torch.testing.assert_close(lse[:, :, blind:].double(), ref_lse[:, :, blind:], rtol=0, atol=LSE_TOLERANCE)
+
+
+@MASKS
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 1024)], ids=str)
+def test_forward_repeats_its_bits(lengths, causal, noise, poison):
+    x = random_inputs(4, *lengths, 8, 128, device="cuda")
+    expected = flash_attn_func(x.q, x.k, x.v, causal=causal, return_lse=True)
+    for _ in range(50):
+        noise(2)
+        poison()
+        out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, return_lse=True)
+        assert_bitwise_equal(out, expected[0], "out")
+        assert_bitwise_equal(lse, expected[1], "lse")

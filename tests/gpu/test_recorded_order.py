@@ -1,0 +1,68 @@
+"""The order in which the kernel really added to dQ, from its debug build, against the order that the schedule promises."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cute_dash import launch, registry
+from cute_dash.schedule import DenseSchedule, WorkTile
+from cute_dash.testing import assert_bitwise_equal
+from cute_dash.validation import get_shape
+
+
+def promised_order(schedule, shape):
+    """n_blocks by lock value for each dQ tile of a stream, -1 beyond them: (num_heads, num_m_blocks, num_n_blocks)."""
+    order = torch.full((shape.num_heads, shape.num_m_blocks, shape.num_n_blocks), -1, dtype=torch.int32)
+    for head_idx in range(shape.num_heads):
+        for n_block in range(shape.num_n_blocks):
+            tile = WorkTile(n_block, head_idx, 0)
+            for m_block in range(shape.get_m_block_min(n_block), shape.get_m_block_max(n_block)):
+                order[head_idx, m_block, schedule.get_lock_value(m_block, tile, shape)] = n_block
+    return order
+
+
+@pytest.mark.parametrize("name", registry.available())
+def test_additions_happen_in_the_promised_order(name, make_problem, noise):
+    causal = name != "shift"
+    problem = make_problem(1, 2048, 2000, 16, 128, causal)
+    schedule = problem.resolve(name)
+    if not schedule.ordered:
+        pytest.skip(f"{name} promises no order")
+    promised = promised_order(schedule, get_shape(problem.inputs.q, problem.inputs.k, causal))
+    expected = problem.backward(schedule)
+    for _ in range(5):
+        noise(4)
+        grads, recorded = launch.record_order(*problem.arguments(), schedule)
+        assert torch.equal(recorded[0].cpu(), promised)
+        for gradient, a, b in zip(("dq", "dk", "dv"), grads, expected, strict=True):
+            assert_bitwise_equal(a, b, gradient)
+
+
+def test_the_unordered_comparator_adds_in_another_order(make_problem, noise):
+    """The negative control: the record shows what happened, not what was promised; each tile once all the same."""
+    problem = make_problem(1, 2048, 2048, 16, 128, False)
+    schedule = problem.resolve("unordered")
+    noise(4)
+    _, first = launch.record_order(*problem.arguments(), schedule)
+    assert torch.equal(first.sort(dim=-1).values[0, 0, 0].cpu(), torch.arange(16, dtype=torch.int32))
+    assert (first.sort(dim=-1).values == first.sort(dim=-1).values[0, 0, 0]).all()
+    others = [launch.record_order(*problem.arguments(), schedule)[1] for _ in range(20)]
+    assert any(not torch.equal(first, other) for other in others)
+
+
+@dataclass(frozen=True)
+class NobodyStores(DenseSchedule):
+    """Lock values from 1: the first turn never comes."""
+
+    name = "nobody_stores"
+
+    def get_lock_value(self, m_block, tile, shape):
+        """One too many."""
+        return tile.n_block + 1
+
+
+def test_a_wait_that_never_ends_names_the_tile(make_problem):
+    problem = make_problem(1, 64, 128, 1, 128, False)
+    with pytest.raises(launch.StuckError, match=r"'nobody_stores'.*n_block=0.*m_block=0.*lock_value=1"):
+        launch.record_order(*problem.arguments(), NobodyStores())
