@@ -121,10 +121,11 @@ def build(key: CompileKey, options: str = "") -> Any:
         stride = (*(cute.sym_int(64, divisibility=8) for _ in range(3)), 1)
         return make_fake_tensor(dtype, (batch, seqlen, num_heads, key.config.head_dim), stride, assumed_align=16)
 
-    def debug_tensor(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> Any:
+    def debug_tensor(shape: Any, stride: Any) -> Any:
         return make_fake_tensor(Int32, shape, stride, assumed_align=4) if key.debug else None
 
-    lse = make_fake_tensor(Float32, (batch, num_heads, seqlen_q), tuple(cute.sym_int(64) for _ in range(3)))
+    lse_stride: Any = tuple(cute.sym_int(64) for _ in range(3))
+    lse = make_fake_tensor(Float32, (batch, num_heads, seqlen_q), lse_stride)
     workspace = make_fake_tensor(Float32, (cute.sym_int(64),), (1,), assumed_align=128)
     record_stride = (cute.sym_int(64), cute.sym_int(64), 1)
     return cute.compile(

@@ -256,7 +256,7 @@ class _BackwardRun:
 
 def _to_streams(x: Tensor) -> Tensor:
     """(batch, seqlen, num_heads, head_dim) of any dtype to contiguous (batch, num_heads, seqlen, head_dim) fp32."""
-    return x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    return x.transpose(1, 2).float().contiguous()
 
 
 def _from_streams(x: Tensor, dtype: torch.dtype) -> Tensor:

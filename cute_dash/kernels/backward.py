@@ -1,6 +1,5 @@
 """The whole backward call as one host function: preprocess, main and postprocess kernels on one stream."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
@@ -66,9 +65,7 @@ class AttentionBackward:
         if const_expr(self.debug):
             mRecord = select_modes(mRecord, (2, 1, 0))
         self.pre(PreGmem(mO, mdO, mLSE, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter), stream)
-        gmem = Gmem(
-            mQ, mK, mV, mdO, mdK, mdV, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mRecord, mStuck
-        )
+        gmem = Gmem(mQ, mK, mV, mdO, mdK, mdV, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mRecord, mStuck)
         self.main(gmem, extents, softmax_scale, num_ctas, self.cooperative, stream)
         self.post(PostGmem(mdQ, mdQaccum), extents, softmax_scale, stream)
 

@@ -8,7 +8,7 @@ have no contributor and dQaccum holds nothing for them: their dQ is zero.
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 

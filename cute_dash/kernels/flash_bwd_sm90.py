@@ -148,7 +148,13 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def __call__(
-        self, gmem: Gmem, extents: Extents, softmax_scale: Float32, num_ctas: Int32, cooperative: cutlass.Constexpr, stream
+        self,
+        gmem: Gmem,
+        extents: Extents,
+        softmax_scale: Float32,
+        num_ctas: Int32,
+        cooperative: cutlass.Constexpr,
+        stream,
     ):
         """Launches the kernel. `gmem` holds plain tensors; num_ctas must all be able to be resident."""
         config = self.config
@@ -307,7 +313,15 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def load_work_tile(
-        self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings, work_idx, it: Int32, work_it: Int32
+        self,
+        gmem: Gmem,
+        atoms: TmaAtoms,
+        extents: Extents,
+        smem: Smem,
+        rings: Rings,
+        work_idx,
+        it: Int32,
+        work_it: Int32,
     ) -> Int32:
         config = self.config
         shape = self.make_shape(extents)
@@ -368,9 +382,7 @@ class FlashAttentionBackwardSm90:
             work_idx = self.next_work(smem, rings.work, work_it)
 
     @cute.jit
-    def store_dQ_step(
-        self, gmem: Gmem, extents: Extents, smem: Smem, parity: Int32, m_block: Int32, tile: WorkTile
-    ):
+    def store_dQ_step(self, gmem: Gmem, extents: Extents, smem: Smem, parity: Int32, m_block: Int32, tile: WorkTile):
         """Waits for the turn of `tile` on dQ tile `m_block`, adds the staged partial, passes the turn on."""
         shape = self.make_shape(extents)
         stream = tile.batch_idx * shape.num_heads + tile.head_idx
@@ -568,9 +580,7 @@ class FlashAttentionBackwardSm90:
         for v in cutlass.range_constexpr(cute.size(acc, mode=[2])):
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    acc[c, r, v] = cute.math.exp2(
-                        acc[c, r, v] * context.softmax_scale_log2 - tLSE[c, v], fastmath=True
-                    )
+                    acc[c, r, v] = cute.math.exp2(acc[c, r, v] * context.softmax_scale_log2 - tLSE[c, v], fastmath=True)
 
     @cute.jit
     def softmax_backward(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, sdPsum: cute.Tensor):

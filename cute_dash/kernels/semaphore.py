@@ -19,7 +19,6 @@ to one tile form a chain in happens-before order. A weaker release or an earlier
 measured to change bits.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 

@@ -1,10 +1,10 @@
 """Layout of the one scratch buffer of a backward call. Host and device; all offsets in 4-byte elements.
 
-    dQaccum    fp32   (tile_m * head_dim, num_m_blocks, num_streams)   partial sums of dQ, in register order
-    LSE_log2   fp32   (tile_m, num_m_blocks, num_streams)              LSE * log2(e), +inf beyond seqlen_q
-    dPsum      fp32   (tile_m, num_m_blocks, num_streams)              rowsum(dO * O), 0 beyond seqlen_q
-    semaphore  int32  (num_m_blocks, num_streams)                      the turnstile of each dQ tile
-    counter    int32  (1)                                              work tiles claimed so far
+dQaccum    fp32   (tile_m * head_dim, num_m_blocks, num_streams)   partial sums of dQ, in register order
+LSE_log2   fp32   (tile_m, num_m_blocks, num_streams)              LSE * log2(e), +inf beyond seqlen_q
+dPsum      fp32   (tile_m, num_m_blocks, num_streams)              rowsum(dO * O), 0 beyond seqlen_q
+semaphore  int32  (num_m_blocks, num_streams)                      the turnstile of each dQ tile
+counter    int32  (1)                                              work tiles claimed so far
 """
 
 from dataclasses import dataclass
