@@ -10,9 +10,10 @@ For a work tile (n_block of one stream) and each m_block it visits, in the sched
 
 Warp roles of a CTA (4 producer warps, then the consumer warpgroups, each with 64 of the tile's keys):
 
-    LOAD                claims work tiles, loads K, V once and Q/LSE, dO/dPsum per step (TMA)
+    LOAD                loads K, V once and Q/LSE, dO/dPsum per step (TMA)
     STORE_DQ_EVEN/ODD   take turns on the steps: wait for the tile's turn, add the staged dQ partial, pass the turn on.
-                        One warp alone cannot: completion, fence and flag of one step must hide behind the next step
+                        One warp alone cannot: completion, fence and flag of one step must hide behind the next step.
+                        Whoever holds the last turn of a work tile claims the next one
     MMA warpgroups      everything above, then dK and dV
 
 Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
@@ -20,7 +21,7 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
     ring_Q   LOAD -> MMA     full: Q and LSE bytes      empty: each MMA warp after (5)
     ring_dO  LOAD -> MMA     full: dO and dPsum bytes   empty: each MMA warp after (3)
     ring_KV  LOAD -> MMA     full: K and V bytes        empty: one MMA warp, when dK and dV have left sK and sV
-    ring_work LOAD -> all    full: a work index         empty: each reading warp
+    ring_work STORE_DQ -> all  full: a work index       empty: each reading warp
     dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial is staged
     dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer has been read
 
@@ -230,7 +231,7 @@ class FlashAttentionBackwardSm90:
                 rings.Q.init(1, self.num_mma_warps)
                 rings.dO.init(1, self.num_mma_warps)
                 rings.KV.init(1, 1)
-                rings.work.init(1, self.num_mma_warps + 2)  # MMA warps and the two store warps
+                rings.work.init(1, self.num_mma_warps + 3)  # all but the idle warp read the claims
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -290,26 +291,16 @@ class FlashAttentionBackwardSm90:
     @cute.jit
     def load_warp(self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings):
         shape = self.make_shape(extents)
-        # the preprocess kernel resets the claim counter and writes LSE and dPsum; bulk copies read the latter
+        # the preprocess kernel writes LSE and dPsum, and bulk copies read them
         cute.arch.griddepcontrol_wait()
         cute.arch.fence_proxy("async.global")
         cute.arch.griddepcontrol_launch_dependents()
         it, work_it = Int32(0), Int32(0)
-        work_idx = self.publish_claim(gmem, smem, rings.work, work_it)
+        work_idx = self.next_work(smem, rings.work, work_it)
         while work_idx < shape.num_work_tiles:
             it = self.load_work_tile(gmem, atoms, extents, smem, rings, work_idx, it, work_it)
             work_it += 1
-            work_idx = self.publish_claim(gmem, smem, rings.work, work_it)
-
-    @cute.jit
-    def publish_claim(self, gmem: Gmem, smem: Smem, ring: Ring, work_it: Int32) -> Int32:
-        """Claims the next work tile and hands its index to the other warps; an index beyond the last ends them."""
-        work_idx = semaphore.claim_next(gmem.mCounter.iterator)
-        ring.wait_empty(work_it)
-        if cute.arch.lane_idx() == 0:
-            smem.sWork[ring.slot(work_it)] = work_idx
-            ring.arrive_full(work_it)
-        return work_idx
+            work_idx = self.next_work(smem, rings.work, work_it)
 
     @cute.jit
     def load_work_tile(
@@ -366,31 +357,47 @@ class FlashAttentionBackwardSm90:
     def store_dQ_warp(self, gmem: Gmem, extents: Extents, smem: Smem, rings: Rings, parity: Int32):
         """One of the two store warps: handles the steps whose running number has this parity."""
         shape = self.make_shape(extents)
-        cute.arch.griddepcontrol_wait()  # the preprocess kernel resets the semaphores
+        cute.arch.griddepcontrol_wait()  # the preprocess kernel resets the semaphores and the claim counter
+        it, work_it = Int32(0), Int32(0)
         if parity == 0:
             self.release_dQ_buffer()
-        it, work_it = Int32(0), Int32(0)
+            self.publish_claim(gmem, smem, rings.work, work_it)
         work_idx = self.next_work(smem, rings.work, work_it)
         while work_idx < shape.num_work_tiles:
             tile = self.schedule.get_work_tile(work_idx, shape)
             num_steps = self.schedule.get_num_steps(tile, shape)
             for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
                 m_block = self.schedule.get_m_block(step, tile, shape)
+                self.wait_turn(gmem, extents, m_block, tile)
+                if step == num_steps - 1:
+                    self.publish_claim(gmem, smem, rings.work, work_it + 1)
                 self.store_dQ_step(gmem, extents, smem, parity, m_block, tile)
             it += num_steps
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
 
     @cute.jit
-    def store_dQ_step(self, gmem: Gmem, extents: Extents, smem: Smem, parity: Int32, m_block: Int32, tile: WorkTile):
-        """Waits for the turn of `tile` on dQ tile `m_block`, adds the staged partial, passes the turn on."""
-        shape = self.make_shape(extents)
-        stream = tile.batch_idx * shape.num_heads + tile.head_idx
-        lock_value = self.schedule.get_lock_value(m_block, tile, shape)
-        counter = gmem.mSemaphore.iterator + (stream * shape.num_m_blocks + m_block)
-        lane_idx = cute.arch.lane_idx()
+    def publish_claim(self, gmem: Gmem, smem: Smem, ring: Ring, work_it: Int32) -> Int32:
+        """Claims the next work tile and hands its index to all warps; an index beyond the last ends them.
+
+        Done by the store warp that holds the last turn of the current tile, when next to nothing is left to wait for:
+        a tile claimed earlier queues behind the turns of the current one, and its own successors behind it. (Claimed
+        with the last loads, tiles waited for whole streams: 17x slower in a serial order of 16 KV tiles.)
+        """
+        work_idx = semaphore.claim_next(gmem.mCounter.iterator)
+        ring.wait_empty(work_it)
+        if cute.arch.lane_idx() == 0:
+            smem.sWork[ring.slot(work_it)] = work_idx
+            ring.arrive_full(work_it)
+        return work_idx
+
+    @cute.jit
+    def wait_turn(self, gmem: Gmem, extents: Extents, m_block: Int32, tile: WorkTile):
+        """Waits until it is the turn of `tile` on dQ tile `m_block`."""
         if const_expr(self.schedule.ordered):
-            if lane_idx == 0:
+            lock_value = self.schedule.get_lock_value(m_block, tile, self.make_shape(extents))
+            counter = self.semaphore_of(gmem, extents, m_block, tile)
+            if cute.arch.lane_idx() == 0:
                 if const_expr(self.debug):
                     seen = semaphore.wait_turn_bounded(counter, lock_value)
                     if seen != lock_value:
@@ -398,6 +405,19 @@ class FlashAttentionBackwardSm90:
                 else:
                     semaphore.wait_turn(counter, lock_value)
             cute.arch.sync_warp()
+
+    def semaphore_of(self, gmem: Gmem, extents: Extents, m_block: Int32, tile: WorkTile) -> cute.Pointer:
+        """The turnstile of dQ tile `m_block` of this tile's stream."""
+        shape = self.make_shape(extents)
+        stream = tile.batch_idx * shape.num_heads + tile.head_idx
+        return gmem.mSemaphore.iterator + (stream * shape.num_m_blocks + m_block)
+
+    @cute.jit
+    def store_dQ_step(self, gmem: Gmem, extents: Extents, smem: Smem, parity: Int32, m_block: Int32, tile: WorkTile):
+        """Adds the staged dQ partial to dQ tile `m_block` and passes the turn on."""
+        shape = self.make_shape(extents)
+        stream = tile.batch_idx * shape.num_heads + tile.head_idx
+        lane_idx = cute.arch.lane_idx()
         num_bytes = self.dQ_values * 4
         for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
             cute.arch.barrier(
@@ -408,7 +428,7 @@ class FlashAttentionBackwardSm90:
                 source = smem.sdQ[None, warpgroup_idx].iterator
                 target = gmem.mdQaccum[None, warpgroup_idx, m_block, stream].iterator
                 if const_expr(self.schedule.ordered):
-                    if lock_value == 0:
+                    if self.schedule.get_lock_value(m_block, tile, shape) == 0:
                         bulk_store(source, target, num_bytes)
                     else:
                         bulk_add_f32(source, target, num_bytes)
@@ -424,7 +444,7 @@ class FlashAttentionBackwardSm90:
             if const_expr(self.debug):
                 self.record_addition(gmem, m_block, stream, tile.n_block)
             if const_expr(self.schedule.ordered):
-                semaphore.release_turn(counter)
+                semaphore.release_turn(self.semaphore_of(gmem, extents, m_block, tile))
 
     @cute.jit
     def release_dQ_buffer(self):
