@@ -63,7 +63,8 @@ class CompileKey:
     def digest(self) -> str:
         """Hex digest of the key, the sources and the versions."""
         schedule = type(self.schedule)
-        parts = (repr(self), schedule.__module__, schedule.__qualname__, _source_of(schedule), _fingerprint())
+        sources = (_source_of(cls) for cls in schedule.__mro__)
+        parts = (repr(self), schedule.__module__, schedule.__qualname__, *sources, _fingerprint())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 

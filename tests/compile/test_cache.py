@@ -1,0 +1,269 @@
+"""The on-disk cache of compiled kernels: hits across processes, damage, races, switches, and what a key covers.
+
+One key is compiled for real, by two processes at once; everything else reuses its entry.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from cute_dash import compile as compile_module
+from cute_dash import registry
+from cute_dash.compile import CompileKey
+from cute_dash.config import get_config
+
+ROOT = Path(compile_module.__file__).parents[1]
+KEY = CompileKey(get_config(64, False), registry.load("baseline"), "bfloat16")
+GET_BACKWARD = """
+from cute_dash import registry
+from cute_dash.compile import compile_backward
+from cute_dash.config import get_config
+assert callable(compile_backward(get_config(64, False), registry.load("baseline")))
+"""
+
+
+PRINT_DIGEST = """
+from cute_dash import registry
+from cute_dash.compile import CompileKey
+from cute_dash.config import get_config
+print(CompileKey(get_config(64, False), registry.load({!r}), "bfloat16").digest())
+"""
+
+
+def start_process(code, folder, *path):
+    """A fresh interpreter that caches in `folder` and reports what it compiles on stderr; `path` precedes its own."""
+    path = [*map(str, path or (ROOT,)), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "CUTE_DASH_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(path)}
+    for switch in ("CUTE_DASH_CACHE", "CUTE_DASH_QUIET"):
+        environment.pop(switch, None)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=path[0],  # which `python -c` searches first
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    """(stdout, stderr) of a process that must succeed."""
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    return stdout, stderr
+
+
+def assert_one_whole_entry(folder):
+    digest = KEY.digest()
+    assert {path.name for path in folder.iterdir()} == {f"{digest}.o", f"{digest}.sha256"}
+    contents = (folder / f"{digest}.o").read_bytes()
+    assert hashlib.sha256(contents).hexdigest() == (folder / f"{digest}.sha256").read_text()
+
+
+@pytest.fixture(scope="module")
+def raced_folder(tmp_path_factory):
+    """A cache folder that two processes filled at once, each having found nothing in it."""
+    folder = tmp_path_factory.mktemp("cache") / "made" / "on demand"
+    for process in [start_process(GET_BACKWARD, folder) for _ in range(2)]:
+        _, stderr = finish(process)
+        assert "compiled baseline hd64 full bfloat16 in" in stderr
+    return folder
+
+
+@dataclass
+class FakeCompiled:
+    """Stands for the DSL's function: exports the given bytes."""
+
+    contents: bytes
+
+    def export_to_c(self, object_file_path, function_name):
+        Path(object_file_path).write_bytes(self.contents)
+
+
+@pytest.fixture
+def cache(raced_folder, tmp_path, monkeypatch):
+    """A copy of the filled folder, in use, in a process that has nothing in memory and does not really compile."""
+    folder = tmp_path / "cache"
+    shutil.copytree(raced_folder, folder)
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(folder))
+    monkeypatch.setenv("CUTE_DASH_QUIET", "1")
+    monkeypatch.delenv("CUTE_DASH_CACHE", raising=False)
+    monkeypatch.setattr(compile_module, "_compiled", {})
+    return folder
+
+
+@pytest.fixture
+def builds(raced_folder, monkeypatch):
+    """The list of keys that were compiled; a compile exports the real object again."""
+    contents = (raced_folder / f"{KEY.digest()}.o").read_bytes()
+    keys = []
+
+    def build(key, options=""):
+        keys.append(key)
+        return FakeCompiled(contents)
+
+    monkeypatch.setattr(compile_module, "build", build)
+    return keys
+
+
+def test_two_processes_at_once_leave_one_whole_entry(raced_folder):
+    assert_one_whole_entry(raced_folder)
+
+
+def test_fresh_process_does_not_compile(raced_folder):
+    _, stderr = finish(start_process(GET_BACKWARD, raced_folder))
+    assert "compil" not in stderr
+
+
+def test_found_on_disk_then_in_memory(cache, builds):
+    compiled = compile_module.get_backward(KEY)
+    assert callable(compiled)
+    shutil.rmtree(cache)
+    assert compile_module.get_backward(KEY) is compiled
+    assert builds == []
+
+
+def damage_object(folder):
+    path = folder / f"{KEY.digest()}.o"
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+
+
+def cut_object(folder):
+    path = folder / f"{KEY.digest()}.o"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def not_an_object(folder):
+    """Whole by its digest, but nothing that can be loaded."""
+    (folder / f"{KEY.digest()}.o").write_bytes(b"no object")
+    (folder / f"{KEY.digest()}.sha256").write_text(hashlib.sha256(b"no object").hexdigest())
+
+
+def remove_object(folder):
+    (folder / f"{KEY.digest()}.o").unlink()
+
+
+def remove_digest(folder):
+    (folder / f"{KEY.digest()}.sha256").unlink()
+
+
+def empty_digest(folder):
+    (folder / f"{KEY.digest()}.sha256").write_text("")
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_object, cut_object, not_an_object, remove_object, remove_digest, empty_digest]
+)
+def test_damaged_entry_is_ignored_and_rewritten(damage, cache, builds, monkeypatch):
+    damage(cache)
+    assert isinstance(compile_module.get_backward(KEY), FakeCompiled)
+    assert builds == [KEY]
+    assert_one_whole_entry(cache)
+    monkeypatch.setattr(compile_module, "_compiled", {})
+    assert not isinstance(compile_module.get_backward(KEY), FakeCompiled)
+    assert builds == [KEY]
+
+
+def test_switched_off_it_reads_and_writes_nothing(cache, builds, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTE_DASH_CACHE", "0")
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(tmp_path / "other"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    before = sorted(tmp_path.rglob("*"))
+    compile_module.get_backward(KEY)
+    assert builds == [KEY]
+    assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.setattr(compile_module, "_compiled", {})
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(cache))
+    compile_module.get_backward(KEY)
+    assert builds == [KEY, KEY]
+
+
+def test_folder_that_cannot_be_written_costs_a_compile_and_nothing_else(cache, builds, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.delenv("CUTE_DASH_QUIET")
+    assert isinstance(compile_module.get_backward(KEY), FakeCompiled)
+    assert builds == [KEY]
+    assert "not cached in" in capsys.readouterr().err
+
+
+def test_default_folder(monkeypatch, tmp_path):
+    for name in ("CUTE_DASH_CACHE", "CUTE_DASH_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert compile_module.cache_dir() == tmp_path / "home" / ".cache" / "cute-dash"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert compile_module.cache_dir() == tmp_path / "xdg" / "cute-dash"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_digest_differs_with_every_part_of_the_key():
+    symmetric = registry.load("symmetric_shift")
+    keys = [
+        KEY,
+        replace(KEY, dtype="float16"),
+        replace(KEY, cooperative=True),
+        replace(KEY, debug=True),
+        replace(KEY, config=get_config(64, True)),
+        replace(KEY, config=get_config(128, False)),
+        replace(KEY, schedule=replace(KEY.schedule, heads_per_group=3)),
+        replace(KEY, schedule=registry.load("unordered")),
+        replace(KEY, schedule=symmetric),
+        replace(KEY, schedule=replace(symmetric, window=8)),
+    ]
+    assert len({key.digest() for key in keys}) == len(keys)
+    assert replace(KEY, schedule=type(KEY.schedule)()).digest() == KEY.digest()
+
+
+def test_unknown_dtype_is_no_key():
+    with pytest.raises(ValueError, match=r"dtype='float32'.*bfloat16, float16"):
+        replace(KEY, dtype="float32")
+
+
+def copy_sources(target):
+    for package in ("cute_dash", "schedules"):
+        shutil.copytree(ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+@pytest.mark.parametrize("edited", ["cute_dash/kernels/mask.py", "cute_dash/problem.py", "schedules/baseline.py"])
+def test_digest_differs_with_the_sources(edited, tmp_path):
+    """And not with the folder they lie in."""
+    original, changed = copy_sources(tmp_path / "original"), copy_sources(tmp_path / "changed")
+    with (changed / edited).open("a") as file:
+        file.write("# one more line\n")
+    code = PRINT_DIGEST.format("baseline")
+    processes = [start_process(code, tmp_path / "cache", root) for root in (original, changed)]
+    (original_digest, _), (changed_digest, _) = (finish(process) for process in processes)
+    assert original_digest.strip() == KEY.digest()
+    assert changed_digest.strip() != KEY.digest()
+
+
+def test_digest_differs_with_the_source_of_a_schedule_elsewhere(tmp_path):
+    source = """
+from cute_dash.schedule import DenseSchedule
+
+class Elsewhere(DenseSchedule):
+    name = "elsewhere"
+
+    def get_m_block(self, step, tile, shape):
+        return step + {}
+
+SCHEDULE = Elsewhere()
+"""
+    code = PRINT_DIGEST.format("elsewhere:SCHEDULE")
+    digests = []
+    for term in (0, 0, 1):
+        (tmp_path / "elsewhere.py").write_text(source.format(term))
+        stdout, _ = finish(start_process(code, tmp_path / "cache", ROOT, tmp_path))
+        digests.append(stdout.strip())
+    assert digests[0] == digests[1] != digests[2]

@@ -1,0 +1,169 @@
+"""The machine code of the kernels for sm_90a, compiled and disassembled without a GPU.
+
+Every head dim, mask and concrete schedule of the registry that orders the mask, in bf16; fp16, debug and cooperative
+builds of one schedule each. A build takes about 7 seconds and is shared by all tests of its key.
+"""
+
+from collections import Counter
+
+import cutlass
+import pytest
+
+from cute_dash import registry
+from cute_dash.compile import CompileKey
+from cute_dash.config import SMEM_CAPACITY_BYTES, SUPPORTED_HEAD_DIMS, BwdConfig, get_config
+from cute_dash.kernels.flash_bwd_sm90 import FlashAttentionBackwardSm90
+from cute_dash.problem import ProblemShape
+from cute_dash.schedule import Selector
+from tests.compile.sass import build_and_disassemble
+
+REGISTERS_PER_SM = 65536
+WARPGROUP_THREADS = 128
+CONFIGS = [get_config(head_dim, causal) for head_dim in SUPPORTED_HEAD_DIMS for causal in (False, True)]
+
+
+def concrete_schedules():
+    schedules = [registry.load(name) for name in registry.available()]
+    return [schedule for schedule in schedules if not isinstance(schedule, Selector)]
+
+
+def orders_mask_of(schedule, config):
+    return schedule.can_implement(ProblemShape(1, 1, 1024, 1024, config.tile_m, config.tile_n, config.causal))
+
+
+def release_keys():
+    """All that users run: bf16 for every schedule, and the other dtype and launch mode for one each."""
+    keys = [
+        CompileKey(config, schedule, "bfloat16")
+        for config in CONFIGS
+        for schedule in concrete_schedules()
+        if orders_mask_of(schedule, config)
+    ]
+    keys += [CompileKey(config, registry.load("shortest_first"), "float16") for config in CONFIGS]
+    return [*keys, CompileKey(get_config(128, False), registry.load("shift"), "bfloat16", cooperative=True)]
+
+
+def describe(key):
+    return key.describe().replace(" ", "-") + ("-cooperative" if key.cooperative else "")
+
+
+RELEASE_KEYS = release_keys()
+DEBUG_KEYS = [CompileKey(config, registry.load("shortest_first"), "bfloat16", debug=True) for config in CONFIGS[2:]]
+every_release = pytest.mark.parametrize("key", RELEASE_KEYS, ids=describe)
+every_build = pytest.mark.parametrize("key", RELEASE_KEYS + DEBUG_KEYS, ids=describe)
+every_config = pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: f"hd{config.head_dim}-{'causal' if config.causal else 'full'}"
+)
+
+
+def expected_hgmma_shapes(config: BwdConfig) -> Counter[tuple[int, int, int]]:
+    """(M, N, K) of the warpgroup MMAs that one warpgroup issues for one step, K = 16 for 16-bit operands."""
+    num_warpgroups = config.tile_n // 64
+    rows, columns = config.dQ_mma_shape
+    if rows >= 64 * num_warpgroups:
+        rows //= num_warpgroups
+    else:
+        columns //= num_warpgroups
+    return (
+        Counter({(64, config.tile_m, 16): 2 * config.head_dim // 16})  # S^T and dP^T
+        + Counter({(64, config.head_dim, 16): 2 * config.tile_m // 16})  # dV and dK
+        + Counter({(64, columns, 16): rows // 64 * config.tile_n // 16})  # dQ
+    )
+
+
+@every_build
+def test_three_kernels(key):
+    assert set(build_and_disassemble(key)) == {"pre", "main", "post"}
+
+
+@every_release
+def test_nothing_is_spilled(key):
+    for role, kernel in build_and_disassemble(key).items():
+        assert kernel.frame_bytes == 0, f"{role} has a stack frame"
+        assert kernel.count("LDL") + kernel.count("STL") == 0, f"{role} uses local memory"
+
+
+@every_build
+def test_warpgroup_mmas_are_those_of_the_config(key):
+    main = build_and_disassemble(key)["main"]
+    assert main.hgmma_shapes() == expected_hgmma_shapes(key.config)
+    assert main.count("HGMMA") == main.hgmma_shapes().total()
+    suffix = ".F32.BF16" if key.dtype == "bfloat16" else ".F32"
+    assert all(opcode.endswith(f"x16{suffix}") for opcode in main.opcodes if opcode.startswith("HGMMA"))
+
+
+@every_build
+def test_no_multiplication_is_done_twice(key):
+    """Five products of tile_m x tile_n x head_dim per step, counted without knowing how each is split."""
+    shapes = build_and_disassemble(key)["main"].hgmma_shapes()
+    per_warpgroup = sum(m * n * k * count for (m, n, k), count in shapes.items())
+    config = key.config
+    assert config.num_mma_warpgroups * per_warpgroup == 5 * config.tile_m * config.tile_n * config.head_dim
+
+
+@every_build
+def test_every_matrix_product_is_a_warpgroup_mma(key):
+    for role, kernel in build_and_disassemble(key).items():
+        assert kernel.count("HMMA") + kernel.count("IMMA") + kernel.count("DMMA") == 0, role
+        assert role == "main" or kernel.count("HGMMA") == 0
+    # scale and subtract of the softmax: one per value of this thread's part of S^T, nothing else
+    assert build_and_disassemble(key)["main"].count("FFMA") == 64 * key.config.tile_m // WARPGROUP_THREADS
+
+
+@every_release
+def test_warpgroup_mmas_stay_asynchronous(key):
+    """Where ptxas must serialize them, it puts WARPGROUP.ARRIVE before and a wait behind each single one."""
+    main = build_and_disassemble(key)["main"]
+    assert main.count("WARPGROUP.ARRIVE") == 5  # one per matrix product
+    assert main.count("WARPGROUP.DEPBAR") == 5  # until S^T, dP^T, dV, dQ and dK are there
+
+
+@every_release
+def test_registers(key):
+    """As many as the launch can give; setmaxnreg then moves them from the producers to the consumers."""
+    config = key.config
+    num_mma_threads = config.num_mma_warpgroups * WARPGROUP_THREADS
+    main = build_and_disassemble(key)["main"]
+    per_thread = REGISTERS_PER_SM // (WARPGROUP_THREADS + num_mma_threads) // 8 * 8
+    assert main.num_registers == per_thread == 168
+    after = WARPGROUP_THREADS * config.num_producer_regs + num_mma_threads * config.num_mma_regs
+    assert after <= (WARPGROUP_THREADS + num_mma_threads) * main.num_registers
+    assert main.count("USETMAXREG.DEALLOC") == main.count("USETMAXREG.TRY_ALLOC") == 1
+
+
+@every_build
+def test_bulk_transfers(key):
+    kernels = build_and_disassemble(key)
+    main = kernels["main"]
+    num_boxes = key.config.head_dim * 2 // 128  # swizzled 128 bytes wide
+    assert main.count("UTMALDG.4D") == 4 * num_boxes  # Q, K, V, dO
+    assert main.count("UTMASTG.4D") == 2 * num_boxes  # dK, dV
+    assert main.count("UBLKCP.S.G") == 2  # LSE, dPsum
+    assert main.count("UBLKRED.G.S.ADD.F32.RN") == main.count("UBLKRED") == key.config.num_mma_warpgroups
+    # the first contributor of an ordered schedule stores
+    assert main.count("UBLKCP.G.S") == (key.config.num_mma_warpgroups if key.schedule.ordered else 0)
+    assert kernels["post"].count("UTMASTG.4D") == num_boxes  # dQ
+
+
+@every_release
+def test_turnstile(key):
+    """Polled with acquire, passed on with release, both for the whole GPU; no trace of it without an order."""
+    main = build_and_disassemble(key)["main"]
+    if not key.schedule.ordered:
+        assert main.count("REDG") == main.count("LDG.E.STRONG") == main.count("MEMBAR.ALL.GPU") == 0
+        return
+    assert main.count("LDG.E.STRONG.GPU") == 2  # the first look and the loop
+    # the additions have completed, the proxy fence, and the release: a fence and a reduction
+    release = ["DEPBAR.LE", "FENCE.VIEW.ASYNC.G", "MEMBAR.ALL.GPU", "REDG.E.ADD.S32.STRONG.GPU"]
+    assert main.count("MEMBAR.ALL.GPU") == main.count("REDG") == 1
+    before = main.opcodes[: main.opcodes.index(release[-1]) + 1]
+    assert [opcode for opcode in before if opcode in release][-4:] == release
+
+
+@every_config
+@pytest.mark.parametrize("dtype", [cutlass.BFloat16, cutlass.Float16], ids=["bf16", "fp16"])
+def test_shared_memory(config, dtype):
+    """`smem_bytes` holds the kernel's storage, with at most the rounding of one alignment to spare."""
+    storage = FlashAttentionBackwardSm90(config, dtype, registry.load("baseline")).shared_storage()
+    assert storage.size_in_bytes() <= config.smem_bytes <= SMEM_CAPACITY_BYTES == 227 * 1024
+    assert config.smem_bytes - storage.size_in_bytes() < 1024
