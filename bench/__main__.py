@@ -122,6 +122,12 @@ def _table(args: argparse.Namespace) -> int:
     return 0
 
 
+def _headline(args: argparse.Namespace) -> int:
+    results = merge(Results.load(path) for path in args.headline)
+    print(report.headline(results, _style(args, args.regime)))
+    return 0
+
+
 def _compare(args: argparse.Namespace) -> int:
     old, new = (Results.load(path) for path in args.compare)
     text, regressions = report.compare(old, new, args.threshold, _style(args, args.regime))
@@ -147,6 +153,7 @@ def _model(args: argparse.Namespace) -> int:
 
 _REPORTS: dict[str, Callable[[argparse.Namespace], int]] = {
     "table": _table,
+    "headline": _headline,
     "compare": _compare,
     "paper": _paper,
     "model": _model,
@@ -216,6 +223,7 @@ def _add_how(group: Any) -> None:
 
 def _add_reports(group: Any) -> None:
     group.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="the summary; later files win")
+    group.add_argument("--headline", type=Path, nargs="+", metavar="FILE", help="auto and the best beside the peers")
     group.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="speed ratios, regressions marked")
     group.add_argument("--threshold", type=float, default=0.03, help="of a regression; default: %(default)s")
     group.add_argument("--paper", type=Path, nargs="+", metavar="FILE", help="the DASH paper's speed-ups beside ours")

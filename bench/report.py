@@ -11,7 +11,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from bench.cells import Cell
-from bench.implementations import OURS
+from bench.implementations import OURS, find_candidates
 from bench.results import FAILED, Key, Record, Results
 
 PAPER_FILE = Path(__file__).parent / "h800_dash_paper.csv"
@@ -114,6 +114,36 @@ def _summary_row(view: View, cell: Cell, keys: Sequence[Key], style: Style) -> l
     row.append(_ratio(best, view.best(cell, mode="nondet")))
     row.append(_floor_share(best, view.results.ceilings))
     return row
+
+
+def headline(results: Results, style: Style) -> str:
+    """The table of the README: `auto` and the best of ours beside the peers, without the other schedules.
+
+    `auto` is the record of the schedule that it selects for the cell today; `-` if the file has none.
+    """
+    view = View(results, style.regime)
+    peers = [key for key in view.keys if key.implementation != OURS]
+    unordered = Key(OURS, "nondet", "unordered")
+    shown = [*peers, unordered]
+    headers = ["cell", "auto", *map(_column, shown), "auto / FA4 det", "auto / best nondet peer", "best", "which"]
+    rows = []
+    for cell in view.cells:
+        auto, best = _auto_record(view, cell), view.best(cell, ours=True, mode="det")
+        cells = [view.find(cell, key) for key in shown]
+        ratios = [_ratio(auto, view.find(cell, FA4_DET)), _ratio(auto, view.best(cell, ours=False, mode="nondet"))]
+        values = [style.format(r) if r else "-" for r in (auto, *cells)]
+        rows.append([cell.label, *values, *ratios, style.format(best) if best else "-", _schedule_of(best)])
+    unit = "TFLOPS" if style.value == "tflops" else "ms per call"
+    return "\n".join([f"{style.regime}, {unit}; {_machine(results)}", "", style.tabulate(rows, headers)])
+
+
+def _schedule_of(record: Record | None) -> str:
+    return record.schedule or "-" if record else "-"
+
+
+def _auto_record(view: View, cell: Cell) -> Record | None:
+    ours, _ = find_candidates(cell, ["auto"], [])
+    return view.find(cell, ours[0].key) if ours else None
 
 
 def compare(old: Results, new: Results, threshold: float, style: Style) -> tuple[str, int]:

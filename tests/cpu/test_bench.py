@@ -792,6 +792,25 @@ def test_summary_shows_rates_ratios_failures_and_floor():
     assert "NVIDIA H200 (132 SMs), driver 580.1" in text and "command: python -m bench --out x.json" in text
 
 
+def test_headline_puts_auto_and_the_best_beside_the_peers():
+    (auto,), _ = find_candidates(CELL, ["auto"], [])
+    rates = {UNORDERED: 600.0, auto.key: 520.0, SHIFT: 550.0, FA4_DET: 400.0, FA4_NONDET: 500.0}
+    results = _results({CELL: rates, standard_cell(64, "causal", 512): {BASELINE: 200.0}})
+    header, row, without_auto = _table_rows(report.headline(results, MARKDOWN))
+    assert dict(zip(header, row, strict=True)) == {
+        "cell": "hd128 full 2k",
+        "auto": "520",
+        "FA4 det": "400",
+        "FA4 nondet": "500",
+        "unordered": "600",
+        "auto / FA4 det": "1.30",
+        "auto / best nondet peer": "1.04",
+        "best": "550",
+        "which": "shift",
+    }
+    assert without_auto == ["hd64 causal 512", "-", "-", "-", "-", "-", "-", "200", "baseline"]
+
+
 def test_summary_in_ms_of_one_regime():
     results = _results({CELL: {BASELINE: 500.0}}, regime="sustained")
     header, row = _table_rows(report.summary(results, report.Style(True, "ms", "sustained")))
