@@ -1,8 +1,12 @@
 """Compiles backward kernels, once per key: in memory, and on disk across processes.
 
 Host only. A key is everything that shapes the machine code: configuration, dtype, schedule (class and fields), launch
-mode, debug, the sources of this package and of the schedule, the DSL's version and the architecture. The choice of
-shapes is not in it: kernels take any batch, heads and lengths.
+mode, debug, the sources of this package and of `schedules`, the versions of what compiles them, and the architecture.
+The choice of shapes is not in it: kernels take any batch, heads and lengths.
+
+Only schedules whose classes come from these two packages are cached on disk: of others nothing tells which sources they
+depend on, and a stale kernel would run another order than the one asked for. Likewise nothing is cached on disk once a
+source file has changed since this process began, because what was imported may be older.
 
 On disk an entry is `<key>.o` with its SHA-256 in `<key>.sha256`. Both are written to temporary names and renamed, the
 digest last, so that readers and other writers see whole entries or none; an entry that does not match its digest or
@@ -13,8 +17,8 @@ CUTE_DASH_CACHE=0 turns the disk off, CUTE_DASH_QUIET=1 silences the progress li
 """
 
 import hashlib
-import inspect
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -22,7 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from cute_dash.schedule import Schedule
 ARCH = "sm_90a"
 DTYPES = {"bfloat16": "BFloat16", "float16": "Float16"}  # torch's name -> the DSL's
 _FUNCTION = "cute_dash_backward"
+_IMPORTED_AT = time.time()
 
 CompiledBackward = Callable[..., None]
 
@@ -63,9 +68,14 @@ class CompileKey:
     def digest(self) -> str:
         """Hex digest of the key, the sources and the versions."""
         schedule = type(self.schedule)
-        sources = (_source_of(cls) for cls in schedule.__mro__)
-        parts = (repr(self), schedule.__module__, schedule.__qualname__, *sources, _fingerprint())
+        fields = sorted(vars(self.schedule).items())
+        parts = (repr(self), schedule.__module__, schedule.__qualname__, repr(fields), _fingerprint())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+    def is_cacheable(self) -> bool:
+        """Whether the digest covers all that the machine code depends on."""
+        modules = {cls.__module__.partition(".")[0] for cls in type(self.schedule).__mro__}
+        return modules <= {"cute_dash", "schedules", "builtins", "typing"} and not _sources_changed()
 
 
 _compiled: dict[CompileKey, CompiledBackward] = {}
@@ -117,18 +127,19 @@ def build(key: CompileKey, options: str = "") -> Any:
     dtype = getattr(cutlass, DTYPES[key.dtype])
     batch, num_heads, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(4))
 
+    def strides(count: int, divisibility: int = 1) -> Any:
+        return tuple(cute.sym_int(64, divisibility=divisibility) for _ in range(count))
+
     def token_tensor(seqlen: Any) -> Any:
         # TMA wants 16-byte aligned strides: multiples of 8 elements
-        stride = (*(cute.sym_int(64, divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(dtype, (batch, seqlen, num_heads, key.config.head_dim), stride, assumed_align=16)
+        shape: Any = (batch, seqlen, num_heads, key.config.head_dim)
+        return make_fake_tensor(dtype, shape, (*strides(3, divisibility=8), 1), assumed_align=16)
 
     def debug_tensor(shape: Any, stride: Any) -> Any:
         return make_fake_tensor(Int32, shape, stride, assumed_align=4) if key.debug else None
 
-    lse_stride: Any = tuple(cute.sym_int(64) for _ in range(3))
-    lse = make_fake_tensor(Float32, (batch, num_heads, seqlen_q), lse_stride)
+    lse = make_fake_tensor(Float32, (batch, num_heads, seqlen_q), strides(3))
     workspace = make_fake_tensor(Float32, (cute.sym_int(64),), (1,), assumed_align=128)
-    record_stride = (cute.sym_int(64), cute.sym_int(64), 1)
     return cute.compile(
         AttentionBackward(key.config, dtype, key.schedule, key.cooperative, key.debug),
         token_tensor(seqlen_q),  # dO
@@ -141,7 +152,7 @@ def build(key: CompileKey, options: str = "") -> Any:
         token_tensor(seqlen_k),  # dK
         token_tensor(seqlen_k),  # dV
         workspace,
-        debug_tensor((cute.sym_int(), cute.sym_int(), cute.sym_int()), record_stride),
+        debug_tensor((cute.sym_int(), cute.sym_int(), cute.sym_int()), (*strides(2), 1)),
         debug_tensor((8,), (1,)),
         Float32(1.0),  # softmax_scale
         Int32(1),  # num_ctas
@@ -161,7 +172,7 @@ def _compile_and_store(key: CompileKey) -> CompiledBackward:
 
 def _load(key: CompileKey) -> CompiledBackward | None:
     folder = cache_dir()
-    if folder is None:
+    if folder is None or not key.is_cacheable():
         return None
     digest = key.digest()
     try:
@@ -199,7 +210,7 @@ def _preload_runtime() -> None:
 
 def _store(key: CompileKey, compiled: Any) -> None:
     folder = cache_dir()
-    if folder is None:
+    if folder is None or not key.is_cacheable():
         return
     digest = key.digest()
     try:
@@ -211,30 +222,35 @@ def _store(key: CompileKey, compiled: Any) -> None:
             checksum.write_text(hashlib.sha256(target.read_bytes()).hexdigest())
             target.replace(folder / f"{digest}.o")
             checksum.replace(folder / f"{digest}.sha256")
-    except OSError as error:  # a full or read-only disk costs the next process a compile, nothing else
+    except Exception as error:  # a full or read-only disk, say, costs the next process a compile, nothing else
         _progress(f"not cached in {folder}: {error}")
 
 
 @lru_cache
 def _fingerprint() -> str:
     """Sources of this package and of the schedules, and the versions of what compiles them."""
-    import schedules  # only to find its files; by name, as any user of the registry would
-
     digest = hashlib.sha256()
-    for package in (Path(__file__).parent, Path(schedules.__path__[0])):
+    for package in _packages():
         for path in sorted(package.rglob("*.py")):
             digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    packages = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
-    return " ".join([digest.hexdigest(), ARCH, sys.version.split()[0], *(f"{p}={version(p)}" for p in packages)])
+    compilers = sorted(
+        f"{distribution.name}={distribution.version}"
+        for distribution in distributions()
+        if (distribution.name or "").startswith(("nvidia-cutlass-dsl", "apache-tvm-ffi"))
+    )
+    return " ".join([digest.hexdigest(), ARCH, platform.machine(), *compilers])
 
 
-def _source_of(cls: type) -> str:
-    """Source text of the module that defines a schedule, which may lie outside this package."""
-    module = inspect.getmodule(cls)
-    try:
-        return inspect.getsource(module) if module is not None else ""
-    except (OSError, TypeError):
-        return ""
+def _sources_changed() -> bool:
+    """Whether a source file was written after this process imported this module."""
+    return any(path.stat().st_mtime > _IMPORTED_AT for package in _packages() for path in package.rglob("*.py"))
+
+
+def _packages() -> list[Path]:
+    """Folders of this package and of `schedules`, which users may have extended by folders of their own."""
+    import schedules  # only to find its files; by name, as any user of the registry would
+
+    return [Path(__file__).parent, *map(Path, schedules.__path__)]
 
 
 def _progress(message: str) -> None:

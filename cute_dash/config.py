@@ -7,6 +7,9 @@ The choice depends on head dim and mask alone, never on the device: tile shapes 
 from dataclasses import dataclass
 
 SUPPORTED_HEAD_DIMS = (64, 128)
+CONVERT_PIECE = 1024  # fp32 elements of dQ that are converted at a time: 16 columns of a warpgroup's accumulator
+CONVERT_STAGES = 4  # pieces on their way from global memory
+REGISTERS_PER_LANE = 504  # of the warpgroups together: a CTA of 384 threads starts with 168 for each
 SMEM_CAPACITY_BYTES = 227 * 1024  # per CTA on sm_90
 
 
@@ -20,6 +23,8 @@ class BwdConfig:
         tile_m, tile_n: tokens per Q tile and per KV tile; tile_n / 64 consumer warpgroups, 64 keys each.
         num_stages: Q/LSE and dO/dPsum stages in shared memory.
         num_mma_regs, num_producer_regs: registers per thread after setmaxnreg.
+        fuse_dQ: the main kernel converts finished dQ tiles itself, where its schedule is ordered; otherwise, and where
+            shared memory has no room for it, a postprocess kernel does.
     """
 
     head_dim: int
@@ -29,6 +34,7 @@ class BwdConfig:
     num_stages: int = 2
     num_mma_regs: int = 240
     num_producer_regs: int = 24
+    fuse_dQ: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
@@ -37,6 +43,17 @@ class BwdConfig:
             raise ValueError(f"tile_m={self.tile_m} must be a positive multiple of 16")
         if self.tile_n != 128:
             raise ValueError(f"tile_n={self.tile_n} must be 128: 64 keys for each of 2 consumer warpgroups")
+        if self.num_stages < 2:
+            raise ValueError(
+                f"num_stages={self.num_stages} must be at least 2: dS of one step is written while the other is read"
+            )
+        if self.fuse_dQ and self.swap_dQ:
+            raise ValueError(f"fuse_dQ=True needs tile_m={self.tile_m} to be a multiple of 64")
+        num_regs = self.num_mma_warpgroups * self.num_mma_regs + self.num_producer_regs
+        if num_regs > REGISTERS_PER_LANE:
+            raise ValueError(
+                f"{self} needs {num_regs} registers in each lane of the warpgroups, {REGISTERS_PER_LANE} exist"
+            )
         if self.smem_bytes > SMEM_CAPACITY_BYTES:
             raise ValueError(f"{self} needs {self.smem_bytes} bytes of shared memory, {SMEM_CAPACITY_BYTES} exist")
 
@@ -68,8 +85,9 @@ class BwdConfig:
         ds = self.num_stages * self.tile_m * self.tile_n * element
         dq = self.tile_m * self.head_dim * fp32
         stats = 2 * self.num_stages * self.stats_rows * fp32
+        convert = self.tile_m * self.head_dim * element + CONVERT_STAGES * CONVERT_PIECE * fp32 if self.fuse_dQ else 0
         barriers = 1024
-        return q_do + kv + ds + dq + stats + barriers
+        return q_do + kv + ds + dq + stats + convert + barriers
 
 
 def get_config(head_dim: int, causal: bool) -> BwdConfig:
@@ -79,5 +97,12 @@ def get_config(head_dim: int, causal: bool) -> BwdConfig:
         ValueError: unsupported head dim, naming the supported ones.
     """
     if head_dim == 64:
-        return BwdConfig(head_dim, causal, tile_m=128, tile_n=128)
-    return BwdConfig(head_dim, causal, tile_m=64 if causal else 80, tile_n=128)
+        return _fused(head_dim, causal, tile_m=128)
+    if causal:
+        return _fused(head_dim, causal, tile_m=64)
+    return BwdConfig(head_dim, causal, tile_m=80, tile_n=128)
+
+
+def _fused(head_dim: int, causal: bool, tile_m: int) -> BwdConfig:
+    """Converting dQ takes more registers than a producer warp otherwise needs; the GEMMs leave them."""
+    return BwdConfig(head_dim, causal, tile_m, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True)

@@ -1,10 +1,12 @@
 """Attention forward on CUDA through torch's libraries, brought to this package's semantics.
 
-Host. cuDNN where torch says that it applies, else FlashAttention-2; both give LSE in fp32, natural logarithm. Two
+Host. cuDNN where torch says that it applies, else FlashAttention-2; both give LSE in fp32, natural logarithm. Three
 things differ between them and from the contract:
 
 * causal with seqlen_q != seqlen_k: cuDNN aligns the mask top-left; FlashAttention-2, from version 2.1 on and when called
   below `scaled_dot_product_attention`, bottom-right, which is the contract. So unequal causal lengths go to the latter.
+* called with a batch of equal lengths, FlashAttention-2 may split the keys among CTAs by how many blocks the batch has and
+  how many SMs the device: the bits of a sequence's out would depend on both. Called with cumulative lengths it does not.
 * queries that see no key (causal, the first seqlen_q - seqlen_k): their out and LSE are undefined or +inf there; the
   contract says out 0 and LSE -inf.
 """
@@ -55,17 +57,23 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, num_heads, head_dim = q.shape
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=q.shape[1],
+        *(x.reshape(-1, num_heads, head_dim) for x in (q, k, v)),
+        cum_seq_q=_cumulative(batch, seqlen_q, q.device),
+        cum_seq_k=_cumulative(batch, k.shape[1], q.device),
+        max_q=seqlen_q,
         max_k=k.shape[1],
         dropout_p=0.0,
         is_causal=causal,
         return_debug_mask=False,
         scale=softmax_scale,
     )
-    return out.contiguous(), lse.contiguous()
+    if lse.dim() == 2:  # (num_heads, batch * seqlen_q); older torch: (batch, num_heads, seqlen_q)
+        lse = lse.view(num_heads, batch, seqlen_q).transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return out.view(q.shape), lse
+
+
+def _cumulative(batch: int, seqlen: int, device: torch.device) -> Tensor:
+    """Starts of `batch` sequences of `seqlen` tokens and the end of the last, int32."""
+    return torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=device)

@@ -4,6 +4,7 @@ Inputs are trusted here; `cute_dash.validation` is where they are checked. Nothi
 the debug calls.
 """
 
+import math
 from functools import lru_cache
 
 import torch
@@ -93,6 +94,15 @@ def num_sms(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`torch.empty` without the NaN that `torch.use_deterministic_algorithms` fills it with.
+
+    The kernels write every element, so the fill would only cost its bandwidth.
+    """
+    storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device=device)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
 def _launch(
     inputs: tuple[torch.Tensor, ...],
     softmax_scale: float,
@@ -109,8 +119,8 @@ def _launch(
     kernel = get_backward(CompileKey(config, schedule, dtype, cooperative, debug=record is not None))
     layout = WorkspaceLayout(shape.num_streams, shape.num_m_blocks, config.tile_m, config.head_dim)
     with torch.cuda.device(q.device):
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        workspace = torch.empty(layout.size, dtype=torch.float32, device=q.device)
+        dq, dk, dv = (_empty(x.shape, x.dtype, x.device) for x in (q, k, v))
+        workspace = _empty((layout.size,), torch.float32, q.device)
         num_ctas = min(num_sms(q.device.index), shape.num_work_tiles)
         kernel(*inputs, dq, dk, dv, workspace, record, stuck, softmax_scale, num_ctas)
     return dq, dk, dv

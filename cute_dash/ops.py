@@ -5,9 +5,7 @@ registrations. Every implementation validates before it launches anything, so th
 in `cute_dash.interface`. An op's schema has no place for a Python object: a schedule travels as a string, see `spec_of`.
 """
 
-import itertools
 import math
-import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -44,26 +42,23 @@ def last_schedule() -> ScheduleRecord | None:
     return _last_record
 
 
-_handles: dict[Schedule, str] = {}
 _schedules: dict[str, Schedule] = {}
-_handles_lock = threading.Lock()
-_handle_numbers = itertools.count()
 
 
 def spec_of(schedule: "str | Schedule") -> str:
     """A string that names `schedule` to the ops of this process: a string as it is, an object by a handle.
 
-    Equal objects (schedules are frozen dataclasses) have the same handle.
+    The handle is made of the class and the fields, so it means the same schedule in every process, or is unknown there.
     """
     if isinstance(schedule, str):
         return schedule
     if not isinstance(schedule, Schedule):
         raise TypeError(f"{schedule=} is a {type(schedule).__name__}; allowed: a name, 'module:ATTR' or a Schedule")
-    with _handles_lock:
-        if schedule not in _handles:
-            handle = f"{schedule.name}@{next(_handle_numbers)}"
-            _handles[schedule], _schedules[handle] = handle, schedule
-        return _handles[schedule]
+    cls = type(schedule)
+    handle = f"{cls.__module__}.{cls.__qualname__}@{sorted(vars(schedule).items())}"
+    if _schedules.setdefault(handle, schedule) is not schedule and _schedules[handle] != schedule:
+        _schedules[handle] = schedule  # a class defined anew under the same name, as in a notebook
+    return handle
 
 
 def _check_options(

@@ -18,6 +18,7 @@ from cute_dash.schedule import Schedule
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_CUDA_DTYPES, torch.float32)
+MAX_TILES = 2**31 - 2**16  # the kernel numbers tiles in 32 bits and counts a little beyond the last one
 _HOPPER = (9, 0)
 
 
@@ -106,10 +107,18 @@ def resolve_schedule(spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool)
             the device has SMs (one CTA of the backward kernel fills an SM).
     """
     shape = get_shape(q, k, causal)
+    check_index_range(shape)
     schedule = _resolve(spec, shape)  # type: ignore[arg-type]  # a protocol cannot promise that it is hashable
     if q.device.type == "cuda":
         check_residency(schedule, shape, torch.cuda.get_device_properties(q.device).multi_processor_count)
     return schedule
+
+
+def check_index_range(shape: ProblemShape) -> None:
+    """Raises ValueError if the problem has more tiles than 32-bit indices number."""
+    num_tiles = shape.num_streams * max(shape.num_m_blocks, shape.num_n_blocks)
+    if num_tiles > MAX_TILES:
+        raise ValueError(f"{shape} has {num_tiles} tiles in its longer direction; allowed: at most {MAX_TILES}")
 
 
 def check_residency(schedule: Schedule, shape: ProblemShape, num_sms: int) -> None:

@@ -6,9 +6,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_dash.config import BwdConfig
 from cute_dash.ints import ceil_div
 from cute_dash.kernels.copy import select_modes
+from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.flash_bwd_post import FlashAttentionBackwardPostprocess, PostGmem
 from cute_dash.kernels.flash_bwd_pre import FlashAttentionBackwardPreprocess, PreGmem
-from cute_dash.kernels.flash_bwd_sm90 import Extents, FlashAttentionBackwardSm90, Gmem
+from cute_dash.kernels.flash_bwd_sm90 import FlashAttentionBackwardSm90, Gmem
 from cute_dash.kernels.workspace import WorkspaceLayout
 from cute_dash.schedule import Schedule
 
@@ -43,7 +44,7 @@ class AttentionBackward:
         num_ctas: Int32,
         stream,
     ):
-        """Launches the three kernels.
+        """Launches the kernels: preprocess, main and, where the main one does not convert dQ, postprocess.
 
         Args:
             mdO, mQ, mO, mdQ: (batch, seqlen_q, num_heads, head_dim), 16 bit.
@@ -64,10 +65,15 @@ class AttentionBackward:
         mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter = self.split_workspace(mWorkspace, extents)
         if const_expr(self.debug):
             mRecord = select_modes(mRecord, (2, 1, 0))
-        self.pre(PreGmem(mO, mdO, mLSE, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter), stream)
-        gmem = Gmem(mQ, mK, mV, mdO, mdK, mdV, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mRecord, mStuck)
+        fuse_dQ = const_expr(self.main.fuse_dQ)
+        mdQ_main = mdQ if fuse_dQ else None
+        self.pre(PreGmem(mO, mdO, mLSE, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mdQ_main), extents, stream)
+        gmem = Gmem(
+            mQ, mK, mV, mdO, mdK, mdV, mdQ_main, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mRecord, mStuck
+        )
         self.main(gmem, extents, softmax_scale, num_ctas, self.cooperative, stream)
-        self.post(PostGmem(mdQ, mdQaccum), extents, softmax_scale, stream)
+        if const_expr(not fuse_dQ):
+            self.post(PostGmem(mdQ, mdQaccum), extents, softmax_scale, stream)
 
     def split_workspace(self, mWorkspace: cute.Tensor, extents: Extents):
         """The tensors that share the workspace; see `WorkspaceLayout`."""
@@ -91,7 +97,7 @@ class AttentionBackward:
             part(
                 0,
                 (chunk, config.num_mma_warpgroups, num_m_blocks, num_streams),
-                (1, chunk, tile_elements, Int64(num_m_blocks) * tile_elements),
+                (1, chunk, Int64(tile_elements), Int64(num_m_blocks) * tile_elements),
             ),
             part(layout.semaphore, (num_m_blocks, num_streams), (1, num_m_blocks), Int32),
             part(layout.counter, (1,), (1,), Int32),

@@ -15,9 +15,8 @@ from cutlass.memory import SmemAllocator
 from cute_dash.config import BwdConfig
 from cute_dash.kernels import wgmma
 from cute_dash.kernels.copy import fragment_registers, fragment_slots, partition_tma
-from cute_dash.kernels.flash_bwd_sm90 import Extents
+from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.roles import WARPGROUP_THREADS
-from cute_dash.problem import ProblemShape
 
 
 class PostGmem(NamedTuple):
@@ -54,15 +53,7 @@ class FlashAttentionBackwardPostprocess:
         m_block = block_idx - stream * num_m_blocks
         batch_idx = stream // extents.num_heads
         head_idx = stream - batch_idx * extents.num_heads
-        shape = ProblemShape(
-            extents.batch,
-            extents.num_heads,
-            extents.seqlen_q,
-            extents.seqlen_k,
-            config.tile_m,
-            config.tile_n,
-            config.causal,
-        )
+        shape = extents.make_shape(config)
 
         layout = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim))
         sdQ = SmemAllocator().allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)

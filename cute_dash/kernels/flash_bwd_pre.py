@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_dash.config import BwdConfig
+from cute_dash.kernels.extents import Extents
 
 NUM_THREADS = 256
 VECTOR = 8  # 16-bit elements in a 16-byte access
@@ -27,6 +28,7 @@ class PreGmem(NamedTuple):
     mdQaccum: cute.Tensor  # (values per warpgroup, num_warpgroups, num_m_blocks, num_streams)
     mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
     mCounter: cute.Tensor  # (1,)
+    mdQ: cute.Tensor | None  # (seqlen_q, head_dim, num_heads, batch), where the main kernel converts dQ
 
 
 class FlashAttentionBackwardPreprocess:
@@ -39,14 +41,15 @@ class FlashAttentionBackwardPreprocess:
         self.rows_per_pass = NUM_THREADS // self.threads_per_row
 
     @cute.jit
-    def __call__(self, gmem: PreGmem, stream):
+    def __call__(self, gmem: PreGmem, extents: Extents, stream):
         num_m_blocks, num_streams = gmem.mSemaphore.shape
-        self.kernel(gmem).launch(
+        self.kernel(gmem, extents).launch(
             grid=(num_m_blocks * num_streams, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, gmem: PreGmem):
+    def kernel(self, gmem: PreGmem, extents: Extents):
+        shape = extents.make_shape(self.config)
         tidx = cute.arch.thread_idx()[0]
         block_idx = cute.arch.block_idx()[0]
         num_m_blocks = gmem.mSemaphore.shape[0]
@@ -66,6 +69,9 @@ class FlashAttentionBackwardPreprocess:
                 gmem.mCounter[0] = Int32(0)
         if const_expr(self.clear_dQaccum):
             self.clear(gmem, tidx, m_block, stream)
+        if const_expr(gmem.mdQ is not None):
+            if shape.get_n_block_max(m_block) == 0:
+                self.clear_dQ(gmem, tidx, m_block, head_idx, batch_idx)
 
     @cute.jit
     def write_dPsum(self, gmem: PreGmem, tidx, m_block, head_idx, batch_idx, stream):
@@ -113,6 +119,18 @@ class FlashAttentionBackwardPreprocess:
         zeros.fill(0.0)
         for i in cutlass.range(tidx, num_vectors, NUM_THREADS):
             cute.autovec_copy(zeros, target[None, i])
+
+    @cute.jit
+    def clear_dQ(self, gmem: PreGmem, tidx, m_block, head_idx, batch_idx):
+        first_row, column = tidx // self.threads_per_row, tidx % self.threads_per_row * VECTOR
+        zeros = cute.make_rmem_tensor(VECTOR, gmem.mdQ.element_type)
+        zeros.fill(0.0)
+        for i in cutlass.range(first_row, self.config.tile_m, self.rows_per_pass, unroll=1):
+            row = m_block * self.config.tile_m + i
+            if row < gmem.mdQ.shape[0]:
+                gRow = gmem.mdQ[row, None, head_idx, batch_idx]
+                target = cute.make_tensor((gRow.iterator + column).align(16), cute.make_layout(VECTOR))
+                cute.autovec_copy(zeros, target)
 
 
 @cute.jit

@@ -13,7 +13,8 @@ Warp roles of a CTA (4 producer warps, then the consumer warpgroups, each with 6
     LOAD                loads K, V once and Q/LSE, dO/dPsum per step (TMA)
     STORE_DQ_EVEN/ODD   take turns on the steps: wait for the tile's turn, add the staged dQ partial, pass the turn on.
                         One warp alone cannot: completion, fence and flag of one step must hide behind the next step.
-                        Whoever holds the last turn of a work tile claims the next one
+                        Whoever adds last for a work tile claims the next one
+    CONVERT_DQ          converts the dQ tiles that this CTA completes to the output dtype
     MMA warpgroups      everything above, then dK and dV
 
 Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
@@ -22,11 +23,13 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
     ring_dO  LOAD -> MMA     full: dO and dPsum bytes   empty: each MMA warp after (3)
     ring_KV  LOAD -> MMA     full: K and V bytes        empty: one MMA warp, when dK and dV have left sK and sV
     ring_work STORE_DQ -> all  full: a work index       empty: each reading warp
+    ring_done STORE_DQ -> CONVERT_DQ  full: a step's addition is complete   empty: seen
+    ring_pieces               CONVERT_DQ's own: pieces of the completed dQaccum tile
     dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial is staged
     dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer has been read
 
-CTAs are persistent and claim work tiles from an atomic counter in tile order, so a tile that waits for earlier-claimed
-tiles only can never wait for one that no CTA has. The order of additions to dQ is kept by `semaphore`; lock value 0
+CTAs are persistent and claim work tiles from an atomic counter in tile order, each when it has nothing left to wait for,
+so a tile that waits for earlier-claimed tiles only can never wait for one that no CTA works on. The order of additions to dQ is kept by `semaphore`; lock value 0
 stores instead of adding, so dQaccum is never zero-filled. Everything the schedule decides is asked of `self.schedule`
 through the protocol; the kernel knows no schedule.
 
@@ -41,7 +44,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_dash.config import BwdConfig
+from cute_dash.config import CONVERT_PIECE, CONVERT_STAGES, BwdConfig
 from cute_dash.kernels import mask, semaphore, wgmma
 from cute_dash.kernels.copy import (
     bulk_add_f32,
@@ -51,23 +54,16 @@ from cute_dash.kernels.copy import (
     fragment_slots,
     partition_tma,
 )
+from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.pipeline import Ring, make_ring
 from cute_dash.kernels.roles import NUM_PRODUCER_WARPS, WARPGROUP_THREADS, NamedBarrierBwd, WarpRole
 from cute_dash.kernels.wgmma import Gemm, issue_gemm, make_accumulator, stage_of, transpose_view
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, WorkTile
 
-NUM_WORK_STAGES = 2
+NUM_WORK_STAGES = 4
+NUM_DONE_STAGES = 8
 WARP_THREADS = 32
-
-
-class Extents(NamedTuple):
-    """Run-time extents of the problem."""
-
-    batch: Int32
-    num_heads: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
 
 
 class Gmem(NamedTuple):
@@ -79,6 +75,7 @@ class Gmem(NamedTuple):
     mdO: cute.Tensor
     mdK: cute.Tensor
     mdV: cute.Tensor
+    mdQ: cute.Tensor | None  # where the main kernel converts dQ
     mLSE: cute.Tensor  # (tile_m, num_m_blocks, num_streams), times log2(e)
     mdPsum: cute.Tensor  # (tile_m, num_m_blocks, num_streams)
     mdQaccum: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups, num_m_blocks, num_streams)
@@ -95,6 +92,7 @@ class TmaAtoms(NamedTuple):
     dO: cute.CopyAtom
     dK: cute.CopyAtom
     dV: cute.CopyAtom
+    dQ: cute.CopyAtom | None
 
 
 class Smem(NamedTuple):
@@ -107,6 +105,8 @@ class Smem(NamedTuple):
     sdPsum: cute.Tensor  # (tile_m, num_stages)
     sdQ: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups), fp32 in register order
     sWork: cute.Tensor  # (NUM_WORK_STAGES,) claimed work indices
+    sPieces: cute.Tensor | None  # (CONVERT_PIECE, CONVERT_STAGES) of dQaccum on their way to being converted
+    sdQ_out: cute.Tensor | None  # (tile_m, head_dim) converted dQ
 
 
 class Rings(NamedTuple):
@@ -114,6 +114,8 @@ class Rings(NamedTuple):
     dO: Ring
     KV: Ring
     work: Ring
+    done: Ring
+    pieces: Ring
 
 
 class MmaContext(NamedTuple):
@@ -140,6 +142,7 @@ class FlashAttentionBackwardSm90:
         self.dtype = dtype
         self.schedule = schedule
         self.debug = debug
+        self.fuse_dQ = config.fuse_dQ and schedule.ordered
         self.num_mma_warps = 4 * config.num_mma_warpgroups
         self.num_mma_threads = WARPGROUP_THREADS * config.num_mma_warpgroups
         self.num_threads = WARPGROUP_THREADS + self.num_mma_threads
@@ -169,9 +172,12 @@ class FlashAttentionBackwardSm90:
         atom_dO, mdO = cpasync.make_tiled_tma_atom(load, gmem.mdO, layout_q, tile_q)
         atom_dK, mdK = cpasync.make_tiled_tma_atom(store, gmem.mdK, layout_kv, tile_kv)
         atom_dV, mdV = cpasync.make_tiled_tma_atom(store, gmem.mdV, layout_kv, tile_kv)
+        atom_dQ, mdQ = None, None
+        if const_expr(self.fuse_dQ):
+            atom_dQ, mdQ = cpasync.make_tiled_tma_atom(store, gmem.mdQ, layout_q, tile_q)
         self.kernel(
-            gmem._replace(mQ=mQ, mK=mK, mV=mV, mdO=mdO, mdK=mdK, mdV=mdV),
-            TmaAtoms(atom_Q, atom_K, atom_V, atom_dO, atom_dK, atom_dV),
+            gmem._replace(mQ=mQ, mK=mK, mV=mV, mdO=mdO, mdK=mdK, mdV=mdV, mdQ=mdQ),
+            TmaAtoms(atom_Q, atom_K, atom_V, atom_dO, atom_dK, atom_dV, atom_dQ),
             extents,
             softmax_scale,
         ).launch(
@@ -198,6 +204,8 @@ class FlashAttentionBackwardSm90:
             ring_dO: cute.struct.MemRange[Int64, 2 * stages]
             ring_KV: cute.struct.MemRange[Int64, 2]
             ring_work: cute.struct.MemRange[Int64, 2 * NUM_WORK_STAGES]
+            ring_done: cute.struct.MemRange[Int64, 2 * NUM_DONE_STAGES]
+            ring_pieces: cute.struct.MemRange[Int64, 2 * CONVERT_STAGES]
             sWork: cute.struct.MemRange[Int32, NUM_WORK_STAGES]
             sLSE: tile(Float32, config.stats_rows * stages, 128)
             sdPsum: tile(Float32, config.stats_rows * stages, 128)
@@ -207,6 +215,8 @@ class FlashAttentionBackwardSm90:
             sV: tile(element, config.tile_n * config.head_dim)
             sdS: tile(element, config.tile_m * config.tile_n * stages)
             sdQ: tile(Float32, config.tile_m * config.head_dim)
+            sPieces: tile(Float32, CONVERT_PIECE * CONVERT_STAGES if self.fuse_dQ else 0)
+            sdQ_out: tile(element, config.tile_m * config.head_dim if self.fuse_dQ else 0)
 
         return SharedStorage
 
@@ -223,15 +233,21 @@ class FlashAttentionBackwardSm90:
             make_ring(storage.ring_dO.data_ptr(), config.num_stages),
             make_ring(storage.ring_KV.data_ptr(), 1),
             make_ring(storage.ring_work.data_ptr(), NUM_WORK_STAGES),
+            make_ring(storage.ring_done.data_ptr(), NUM_DONE_STAGES),
+            make_ring(storage.ring_pieces.data_ptr(), CONVERT_STAGES),
         )
         if warp_idx == WarpRole.LOAD:
             for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 rings.Q.init(1, self.num_mma_warps)
                 rings.dO.init(1, self.num_mma_warps)
                 rings.KV.init(1, 1)
-                rings.work.init(1, self.num_mma_warps + 3)  # all but the idle warp read the claims
+                # all warps read the claims, the converting one only if there is something to convert
+                rings.work.init(1, self.num_mma_warps + (4 if self.fuse_dQ else 3))
+                rings.done.init(1, 1)
+                rings.pieces.init(1, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -241,6 +257,9 @@ class FlashAttentionBackwardSm90:
                 self.load_warp(gmem, atoms, extents, smem, rings)
             if warp_idx == WarpRole.STORE_DQ_EVEN or warp_idx == WarpRole.STORE_DQ_ODD:
                 self.store_dQ_warp(gmem, extents, smem, rings, warp_idx - WarpRole.STORE_DQ_EVEN)
+            if const_expr(self.fuse_dQ):
+                if warp_idx == WarpRole.CONVERT_DQ:
+                    self.convert_dQ_warp(gmem, atoms, extents, smem, rings, softmax_scale)
         else:
             cute.arch.setmaxregister_increase(config.num_mma_regs)
             self.mma_warpgroup(gmem, atoms, extents, smem, rings, softmax_scale)
@@ -252,6 +271,11 @@ class FlashAttentionBackwardSm90:
         layout_kv = wgmma.make_smem_layout(self.dtype, (config.tile_n, config.head_dim))
         layout_dS = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.tile_n), stages)
         layout_stats = cute.make_layout((config.tile_m, stages), stride=(1, config.stats_rows))
+        sPieces, sdQ_out = None, None
+        if self.fuse_dQ:
+            layout_dQ = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim))
+            sPieces = storage.sPieces.get_tensor(cute.make_layout((CONVERT_PIECE, CONVERT_STAGES)))
+            sdQ_out = storage.sdQ_out.get_tensor(layout_dQ.outer, swizzle=layout_dQ.inner)
         return Smem(
             sQ=storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             sK=storage.sK.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
@@ -262,20 +286,12 @@ class FlashAttentionBackwardSm90:
             sdPsum=storage.sdPsum.get_tensor(layout_stats),
             sdQ=storage.sdQ.get_tensor(cute.make_layout((self.dQ_values, config.num_mma_warpgroups))),
             sWork=storage.sWork.get_tensor(cute.make_layout(NUM_WORK_STAGES)),
+            sPieces=sPieces,
+            sdQ_out=sdQ_out,
         )
 
     def make_shape(self, extents: Extents) -> ProblemShape:
-        """The problem as the schedule sees it, in traced ints."""
-        config = self.config
-        return ProblemShape(
-            extents.batch,
-            extents.num_heads,
-            extents.seqlen_q,
-            extents.seqlen_k,
-            config.tile_m,
-            config.tile_n,
-            config.causal,
-        )
+        return extents.make_shape(self.config)
 
     @cute.jit
     def next_work(self, smem: Smem, ring: Ring, work_it: Int32) -> Int32:
@@ -357,7 +373,9 @@ class FlashAttentionBackwardSm90:
     def store_dQ_warp(self, gmem: Gmem, extents: Extents, smem: Smem, rings: Rings, parity: Int32):
         """One of the two store warps: handles the steps whose running number has this parity."""
         shape = self.make_shape(extents)
-        cute.arch.griddepcontrol_wait()  # the preprocess kernel resets the semaphores and the claim counter
+        # the preprocess kernel resets the semaphores and the claim counter, and may zero dQaccum for bulk additions
+        cute.arch.griddepcontrol_wait()
+        cute.arch.fence_proxy("async.global")
         it, work_it = Int32(0), Int32(0)
         if parity == 0:
             self.release_dQ_buffer()
@@ -369,9 +387,10 @@ class FlashAttentionBackwardSm90:
             for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
                 m_block = self.schedule.get_m_block(step, tile, shape)
                 self.wait_turn(gmem, extents, m_block, tile)
+                self.add_dQ(gmem, extents, smem, parity, m_block, tile)
                 if step == num_steps - 1:
                     self.publish_claim(gmem, smem, rings.work, work_it + 1)
-                self.store_dQ_step(gmem, extents, smem, parity, m_block, tile)
+                self.finish_dQ(gmem, extents, rings.done, m_block, tile, it + step)
             it += num_steps
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
@@ -380,9 +399,10 @@ class FlashAttentionBackwardSm90:
     def publish_claim(self, gmem: Gmem, smem: Smem, ring: Ring, work_it: Int32) -> Int32:
         """Claims the next work tile and hands its index to all warps; an index beyond the last ends them.
 
-        Done by the store warp that holds the last turn of the current tile, when next to nothing is left to wait for:
-        a tile claimed earlier queues behind the turns of the current one, and its own successors behind it. (Claimed
-        with the last loads, tiles waited for whole streams: 17x slower in a serial order of 16 KV tiles.)
+        Called when this CTA holds or has passed on every turn of its current tile: the last step's partial is staged,
+        which needed the staging buffer, which the step before gave back after its turn. A tile claimed any earlier
+        queues behind turns of the current one. That is slow (claimed with the last loads, tiles waited for whole
+        streams: 17x slower in a serial order), and where tiles of a window wait for each other it can deadlock.
         """
         work_idx = semaphore.claim_next(gmem.mCounter.iterator)
         ring.wait_empty(work_it)
@@ -413,18 +433,17 @@ class FlashAttentionBackwardSm90:
         return gmem.mSemaphore.iterator + (stream * shape.num_m_blocks + m_block)
 
     @cute.jit
-    def store_dQ_step(self, gmem: Gmem, extents: Extents, smem: Smem, parity: Int32, m_block: Int32, tile: WorkTile):
-        """Adds the staged dQ partial to dQ tile `m_block` and passes the turn on."""
+    def add_dQ(self, gmem: Gmem, extents: Extents, smem: Smem, parity: Int32, m_block: Int32, tile: WorkTile):
+        """Starts adding the staged dQ partial to dQ tile `m_block`, when all warpgroups have staged theirs."""
         shape = self.make_shape(extents)
         stream = tile.batch_idx * shape.num_heads + tile.head_idx
-        lane_idx = cute.arch.lane_idx()
         num_bytes = self.dQ_values * 4
         for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
             cute.arch.barrier(
                 barrier_id=NamedBarrierBwd.dQ_full(warpgroup_idx, parity),
                 number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
             )
-            if lane_idx == 0:
+            if cute.arch.lane_idx() == 0:
                 source = smem.sdQ[None, warpgroup_idx].iterator
                 target = gmem.mdQaccum[None, warpgroup_idx, m_block, stream].iterator
                 if const_expr(self.schedule.ordered):
@@ -435,6 +454,11 @@ class FlashAttentionBackwardSm90:
                 else:
                     bulk_add_f32(source, target, num_bytes)
                 cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def finish_dQ(self, gmem: Gmem, extents: Extents, ring_done: Ring, m_block: Int32, tile: WorkTile, it: Int32):
+        """Gives the staging buffer back, waits for the addition to be complete and passes the turn on."""
+        lane_idx = cute.arch.lane_idx()
         if lane_idx == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -442,9 +466,16 @@ class FlashAttentionBackwardSm90:
         if lane_idx == 0:
             cute.arch.cp_async_bulk_wait_group(0)
             if const_expr(self.debug):
+                stream = tile.batch_idx * extents.num_heads + tile.head_idx
                 self.record_addition(gmem, m_block, stream, tile.n_block)
             if const_expr(self.schedule.ordered):
                 semaphore.release_turn(self.semaphore_of(gmem, extents, m_block, tile))
+            else:
+                cute.arch.fence_proxy("async.global")  # the postprocess kernel reads through the generic proxy
+        if const_expr(self.fuse_dQ):
+            ring_done.wait_empty(it)
+            if lane_idx == 0:
+                ring_done.arrive_full(it)
 
     @cute.jit
     def release_dQ_buffer(self):
@@ -473,6 +504,104 @@ class FlashAttentionBackwardSm90:
             gmem.mStuck[4] = tile.n_block
             gmem.mStuck[5] = lock_value
             gmem.mStuck[6] = seen
+
+    # ---- CONVERT_DQ ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def convert_dQ_warp(
+        self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings, softmax_scale: Float32
+    ):
+        """Converts the dQ tiles that this CTA adds to last, in the shadow of the GEMMs.
+
+        It follows the steps of the store warps; a step whose lock value is the last of its order completes a tile.
+        """
+        shape = self.make_shape(extents)
+        it, work_it = Int32(0), Int32(0)
+        work_idx = self.next_work(smem, rings.work, work_it)
+        while work_idx < shape.num_work_tiles:
+            tile = self.schedule.get_work_tile(work_idx, shape)
+            for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
+                m_block = self.schedule.get_m_block(step, tile, shape)
+                rings.done.wait_full(it)
+                rings.done.arrive_empty(it)
+                last = self.schedule.get_lock_count(m_block, tile, shape) - 1
+                if self.schedule.get_lock_value(m_block, tile, shape) == last:
+                    # the additions were made by the async proxy and are read by it
+                    cute.arch.fence_proxy("async.global")
+                    self.convert_dQ_tile(gmem, atoms, extents, smem, rings.pieces, tile, m_block, softmax_scale)
+                it += 1
+            work_it += 1
+            work_idx = self.next_work(smem, rings.work, work_it)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def convert_dQ_tile(
+        self,
+        gmem: Gmem,
+        atoms: TmaAtoms,
+        extents: Extents,
+        smem: Smem,
+        ring: Ring,
+        tile: WorkTile,
+        m_block: Int32,
+        softmax_scale: Float32,
+    ):
+        """dQ tile = softmax_scale * dQaccum tile, rounded; rows beyond seqlen_q are clipped by the TMA.
+
+        Piece p holds 16 columns of one warpgroup's accumulator, in register order. A tile goes round the ring of pieces
+        an even number of times, so slots and phases start anew with each tile and are known at trace time.
+        """
+        config = self.config
+        stream = tile.batch_idx * extents.num_heads + tile.head_idx
+        source = gmem.mdQaccum[None, 0, m_block, stream].iterator
+        num_pieces = config.tile_m * config.head_dim // CONVERT_PIECE
+        assert num_pieces % (2 * CONVERT_STAGES) == 0
+        for piece in cutlass.range_constexpr(CONVERT_STAGES):
+            self.load_dQ_piece(source, smem, ring, piece)
+        # sdQ_out is free once the TMA store of the tile before has read it
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        for piece in cutlass.range_constexpr(num_pieces):
+            ring.wait_full(piece)
+            self.convert_dQ_piece(smem, piece, softmax_scale)
+            cute.arch.sync_warp()
+            if const_expr(piece + CONVERT_STAGES < num_pieces):
+                self.load_dQ_piece(source, smem, ring, piece + CONVERT_STAGES)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        tile_q = (config.tile_m, config.head_dim)
+        gdQ = cute.local_tile(gmem.mdQ[None, None, tile.head_idx, tile.batch_idx], tile_q, (m_block, 0))
+        tdQsdQ, tdQgdQ = partition_tma(atoms.dQ, smem.sdQ_out, gdQ)
+        cute.copy(atoms.dQ, tdQsdQ, tdQgdQ)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def load_dQ_piece(self, source: cute.Pointer, smem: Smem, ring: Ring, piece: cutlass.Constexpr[int]):
+        """Starts the copy of one piece of dQaccum to its slot."""
+        barrier = ring.expect_bytes(piece, CONVERT_PIECE * 4)
+        gPiece = cute.make_tensor((source + piece * CONVERT_PIECE).align(16), cute.make_layout(CONVERT_PIECE))
+        copy_vector(gPiece, smem.sPieces[None, piece % CONVERT_STAGES], barrier)
+
+    @cute.jit
+    def convert_dQ_piece(self, smem: Smem, piece: cutlass.Constexpr[int], softmax_scale: Float32):
+        """Rounds one piece into sdQ_out, acting as each of the four warps whose registers it holds in turn."""
+        config = self.config
+        lane_idx = cute.arch.lane_idx()
+        mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
+        pieces_per_warpgroup = self.dQ_values // CONVERT_PIECE
+        warpgroup_idx, columns = piece // pieces_per_warpgroup, piece % pieces_per_warpgroup
+        sPiece = smem.sPieces[None, piece % CONVERT_STAGES]
+        for warp in cutlass.range_constexpr(4):
+            thread = warp * WARP_THREADS + lane_idx
+            acc = cute.make_rmem_tensor(cute.make_layout((4, 2)), Float32)
+            cute.autovec_copy(fragment_slots(sPiece.iterator, 8, thread), acc)
+            acc.store(acc.load() * softmax_scale)
+            tiled_copy, tRS_sdQ = wgmma.make_store_C(
+                mma_dQ, smem.sdQ_out, warpgroup_idx * WARPGROUP_THREADS + thread, transpose=False
+            )
+            rounded = wgmma.to_operand_A(acc, self.dtype)
+            target = tRS_sdQ[(None, columns), None, None]
+            cute.copy(tiled_copy, cute.make_tensor(rounded.iterator, cute.make_layout(target.shape)), target)
 
     # ---- MMA -------------------------------------------------------------------------------------------------------
 

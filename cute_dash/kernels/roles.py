@@ -12,7 +12,7 @@ class WarpRole(IntEnum):
     LOAD = 0
     STORE_DQ_EVEN = 1
     STORE_DQ_ODD = 2
-    IDLE = 3
+    CONVERT_DQ = 3
     MMA = NUM_PRODUCER_WARPS
 
 

@@ -17,6 +17,7 @@ from cute_dash import compile as compile_module
 from cute_dash import registry
 from cute_dash.compile import CompileKey
 from cute_dash.config import get_config
+from cute_dash.schedule import DenseSchedule
 
 ROOT = Path(compile_module.__file__).parents[1]
 KEY = CompileKey(get_config(64, False), registry.load("baseline"), "bfloat16")
@@ -248,22 +249,33 @@ def test_digest_differs_with_the_sources(edited, tmp_path):
     assert changed_digest.strip() != KEY.digest()
 
 
-def test_digest_differs_with_the_source_of_a_schedule_elsewhere(tmp_path):
-    source = """
-from cute_dash.schedule import DenseSchedule
-
 class Elsewhere(DenseSchedule):
+    """A schedule of another package: nothing tells which sources it depends on."""
+
     name = "elsewhere"
 
-    def get_m_block(self, step, tile, shape):
-        return step + {}
 
-SCHEDULE = Elsewhere()
-"""
-    code = PRINT_DIGEST.format("elsewhere:SCHEDULE")
-    digests = []
-    for term in (0, 0, 1):
-        (tmp_path / "elsewhere.py").write_text(source.format(term))
-        stdout, _ = finish(start_process(code, tmp_path / "cache", ROOT, tmp_path))
-        digests.append(stdout.strip())
-    assert digests[0] == digests[1] != digests[2]
+def test_a_schedule_of_another_package_is_never_on_disk(cache, builds):
+    key = replace(KEY, schedule=Elsewhere())
+    before = sorted(cache.iterdir())
+    compile_module.get_backward(key)
+    assert builds == [key]
+    assert sorted(cache.iterdir()) == before
+    (cache / f"{key.digest()}.o").write_bytes((cache / f"{KEY.digest()}.o").read_bytes())
+    (cache / f"{key.digest()}.sha256").write_text((cache / f"{KEY.digest()}.sha256").read_text())
+    compile_module._compiled.clear()
+    assert isinstance(compile_module.get_backward(key), FakeCompiled)
+
+
+def test_nothing_is_on_disk_once_a_source_has_changed(cache, builds, monkeypatch):
+    """What this process imported may be older than what a digest of the files would say."""
+    newest = max(
+        path.stat().st_mtime for folder in ("cute_dash", "schedules") for path in (ROOT / folder).rglob("*.py")
+    )
+    monkeypatch.setattr(compile_module, "_IMPORTED_AT", newest - 1)
+    shutil.rmtree(cache)
+    compile_module.get_backward(KEY)
+    compile_module._compiled.clear()
+    compile_module.get_backward(KEY)
+    assert builds == [KEY, KEY]
+    assert not cache.exists()

@@ -118,7 +118,7 @@ def test_the_current_stream_orders_the_work(make_problem):
     assert_same_bits(grads, expected)
 
 
-@pytest.mark.parametrize(("name", "causal"), [("shortest_first", True), ("baseline", False)], ids=str)
+@pytest.mark.parametrize(("name", "causal"), [("shortest_first", True), ("shift", False)], ids=str)
 def test_cuda_graph_replay(name, causal, make_problem, poison):
     problem = make_problem(4, 1024, 1024, 8, 128, causal)
     expected = problem.backward(name)  # compiled before the capture

@@ -41,3 +41,15 @@ def test_forward_repeats_its_bits(lengths, causal, noise, poison):
         out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, return_lse=True)
         assert_bitwise_equal(out, expected[0], "out")
         assert_bitwise_equal(lse, expected[1], "lse")
+
+
+@MASKS
+@pytest.mark.parametrize("lengths", [(512, 640), (1000, 1000), (640, 512)], ids=str)
+def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(lengths, causal):
+    """Few blocks or many: no kernel may split the keys by how full the device is."""
+    x = random_inputs(8, *lengths, 16, 64, device="cuda")
+    out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, return_lse=True)
+    for batch in (1, 2, 5):
+        part = flash_attn_func(x.q[:batch], x.k[:batch], x.v[:batch], causal=causal, return_lse=True)
+        assert_bitwise_equal(part[0], out[:batch], f"out of a batch of {batch}")
+        assert_bitwise_equal(part[1], lse[:batch], f"lse of a batch of {batch}")
