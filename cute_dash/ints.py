@@ -27,7 +27,8 @@ def where(condition: Any, if_true: T, if_false: T) -> T:
         return condition.select(if_true, if_false)  # type: ignore[no-any-return]
     from cutlass import Int32, select_
 
-    return select_(condition, Int32(if_true), Int32(if_false))  # type: ignore[no-any-return]
+    # wrapped, because the bare value that select_ returns would be true in every `if`
+    return Int32(select_(condition, Int32(if_true), Int32(if_false)))  # type: ignore[return-value]
 
 
 def minimum(a: int, b: int) -> int:

@@ -591,7 +591,7 @@ def test_each_kernel_is_a_candidate_once():
 
 
 def test_a_selected_variant_does_not_take_the_name_of_the_registered_schedule():
-    (candidate,), _ = find_candidates(standard_cell(128, "full", 2048), ["auto"], [])
+    (candidate,), _ = find_candidates(standard_cell(128, "full", 8192), ["auto"], [])
     assert candidate.key.schedule == "longest_first@auto"  # all heads in one group
     (candidate,), _ = find_candidates(standard_cell(128, "causal", 2048), ["auto"], [])
     assert candidate.key.schedule == "hybrid"
@@ -793,12 +793,13 @@ def test_summary_shows_rates_ratios_failures_and_floor():
 
 
 def test_headline_puts_auto_and_the_best_beside_the_peers():
-    (auto,), _ = find_candidates(CELL, ["auto"], [])
+    cell = standard_cell(128, "full", 8192)
+    (auto,), _ = find_candidates(cell, ["auto"], [])
     rates = {UNORDERED: 600.0, auto.key: 520.0, SHIFT: 550.0, FA4_DET: 400.0, FA4_NONDET: 500.0}
-    results = _results({CELL: rates, standard_cell(64, "causal", 512): {BASELINE: 200.0}})
+    results = _results({cell: rates, standard_cell(64, "causal", 512): {BASELINE: 200.0}})
     header, row, without_auto = _table_rows(report.headline(results, MARKDOWN))
     assert dict(zip(header, row, strict=True)) == {
-        "cell": "hd128 full 2k",
+        "cell": "hd128 full 8k",
         "auto": "520",
         "FA4 det": "400",
         "FA4 nondet": "500",

@@ -136,8 +136,10 @@ def test_an_import_error_inside_a_schedule_is_not_hidden(drop_in, tmp_path):
 
 
 def test_resolve_selects_a_concrete_schedule():
-    assert registry.resolve("auto", CAUSAL).name == "hybrid"
-    assert registry.resolve("auto_invariant", CAUSAL).name == "shortest_first"
+    assert registry.resolve("auto", CAUSAL).name == "symmetric_shift"
+    long = replace(CAUSAL, seqlen_q=4096, seqlen_k=4096)
+    assert registry.resolve("auto", long).name == "hybrid"
+    assert registry.resolve("auto_invariant", long).name == "symmetric_shift"
 
 
 def test_resolve_refuses_a_mask_that_the_schedule_cannot_order():
