@@ -1,6 +1,7 @@
 """Finding schedules: the scanned package, entry points, "module:ATTR", and what is said when there is none."""
 
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
