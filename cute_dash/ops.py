@@ -45,6 +45,7 @@ def last_schedule() -> ScheduleRecord | None:
 _schedules: dict[str, Schedule] = {}
 
 
+@torch.compiler.assume_constant_result  # under torch.compile it runs at trace time: the op must find the schedule later
 def spec_of(schedule: "str | Schedule") -> str:
     """A string that names `schedule` to the ops of this process: a string as it is, an object by a handle.
 

@@ -6,11 +6,13 @@ value and what is allowed. What is not supported is refused here and nowhere els
 
 import math
 import numbers
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from cute_dash.check import check
 from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
 from cute_dash.problem import ProblemShape
 from cute_dash.registry import resolve
@@ -18,6 +20,12 @@ from cute_dash.schedule import Schedule
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_CUDA_DTYPES, torch.float32)
+MAX_PROVEN_STEPS = 50_000
+# defined here and not found by looking, so that a file that a user adds to the package is not taken for a tested one
+TESTED_SCHEDULES = frozenset(
+    ("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid", "unordered")
+)
+_TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
 MAX_TILES = 2**31 - 2**16  # the kernel numbers tiles in 32 bits and counts a little beyond the last one
 _HOPPER = (9, 0)
 
@@ -50,6 +58,9 @@ def check_window_size(window_size: tuple[int | None, int | None] | None) -> None
 
 
 def check_softcap(softcap: float) -> None:
+    """Only 0."""
+    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
+        raise TypeError(f"{softcap=} is a {type(softcap).__name__}; allowed: the number 0")
     if softcap != 0:
         raise ValueError(f"{softcap=}: a softcap is not there yet; allowed: 0")
 
@@ -139,7 +150,36 @@ def get_shape(q: Tensor, k: Tensor, causal: bool) -> ProblemShape:
 
 @lru_cache(maxsize=1024)
 def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
-    return resolve(spec, shape)
+    schedule = resolve(spec, shape)
+    if type(schedule).__module__ not in _TESTED_MODULES:
+        prove(schedule, shape)
+    return schedule
+
+
+def prove(schedule: Schedule, shape: ProblemShape) -> None:
+    """Checks a schedule that this package's own tests do not, before a kernel hangs on it or adds in a wrong order.
+
+    Of a problem with more than MAX_PROVEN_STEPS steps a part is checked: fewer streams and, if one is still too long, its
+    first tokens. It takes about a second.
+
+    Raises:
+        ScheduleError: a ValueError that names the first rule broken and where.
+    """
+    check(schedule, _part_to_prove(shape))
+
+
+def _part_to_prove(shape: ProblemShape) -> ProblemShape:
+    steps_per_stream = shape.num_m_blocks * shape.num_n_blocks
+    if shape.num_streams * steps_per_stream <= MAX_PROVEN_STEPS:
+        return shape
+    seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
+    if steps_per_stream > MAX_PROVEN_STEPS:
+        longest = math.isqrt(MAX_PROVEN_STEPS * shape.tile_m * shape.tile_n)
+        cut = max(min(seqlen_q, seqlen_k) - longest, 0)  # of both alike: the mask depends on their difference
+        seqlen_q, seqlen_k = min(seqlen_q - cut, 2 * longest), min(seqlen_k - cut, 2 * longest)
+    part = replace(shape, batch=1, num_heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    num_heads = MAX_PROVEN_STEPS // (part.num_m_blocks * part.num_n_blocks)
+    return replace(part, num_heads=max(min(num_heads, shape.num_streams), 1))
 
 
 def _check_dtype(q: Tensor) -> None:

@@ -113,12 +113,18 @@ def test_opcheck_backward(causal):
     torch.library.opcheck(torch.ops.cute_dash.attention_backward.default, arguments)
 
 
-def test_torch_compile_keeps_the_bits_without_a_graph_break():
+@pytest.mark.parametrize("schedule", ["auto", LongestFirst(heads_per_group=3)], ids=["name", "object"])
+def test_torch_compile_keeps_the_bits_without_a_graph_break(schedule):
     x = inputs(dtype=torch.bfloat16)
-    compiled = torch.compile(lambda q, k, v: cute_dash.flash_attn_func(q, k, v), fullgraph=True, backend="aot_eager")
+
+    def attention(q, k, v):
+        return cute_dash.flash_attn_func(q, k, v, schedule=schedule)
+
     eager_leaves, compiled_leaves = leaves(x), leaves(x)
-    cute_dash.flash_attn_func(*eager_leaves).backward(x.dout)
-    compiled(*compiled_leaves).backward(x.dout)
+    attention(*eager_leaves).backward(x.dout)
+    torch.compile(attention, fullgraph=True, backend="aot_eager")(*compiled_leaves).backward(x.dout)
+    if not isinstance(schedule, str):
+        assert interface.last_schedule().schedule == schedule
     for a, b in zip(compiled_leaves, eager_leaves, strict=True):
         assert_bitwise_equal(a.grad, b.grad, "grad")
 

@@ -1,13 +1,18 @@
 """Bad input raises before anything runs, naming the argument, its value and what is allowed."""
 
 import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 import cute_dash
-from cute_dash import emulator, ops, validation
+import schedules
+from cute_dash import emulator, ops, registry, validation
 from cute_dash.problem import ProblemShape
+from cute_dash.schedule import DenseSchedule
 from cute_dash.testing import random_inputs
 from schedules.shift import Shift
 
@@ -198,3 +203,57 @@ def test_a_refused_call_leaves_the_record_alone():
     with pytest.raises(ValueError, match="softcap"):
         cute_dash.attention_backward(**tensors(), schedule="descending", softcap=1.0)
     assert ops.last_schedule() is before
+
+
+@dataclass(frozen=True)
+class Waits(DenseSchedule):
+    """Adds in descending order while tiles are claimed in ascending order: the first CTA waits for ever."""
+
+    name: ClassVar[str] = "waits"
+
+    def get_lock_value(self, m_block, tile, shape):
+        return shape.get_n_block_max(m_block) - 1 - tile.n_block
+
+
+@pytest.mark.parametrize("seqlen", [512, 4096, 65536])
+def test_a_schedule_of_ones_own_is_proven_before_it_runs(seqlen):
+    shape = ProblemShape(4, 16, seqlen, seqlen, 64, 128, causal=True)
+    with pytest.raises(ValueError, match="deadlock"):
+        validation._resolve(Waits(), shape)
+    assert validation._resolve(DenseElsewhere(), shape) == DenseElsewhere()
+
+
+@dataclass(frozen=True)
+class DenseElsewhere(DenseSchedule):
+    name: ClassVar[str] = "dense_elsewhere"
+
+
+def test_the_tested_schedules_are_those_that_the_package_ships():
+    shipped = {name for name in registry.available() if name not in ("auto", "auto_invariant")}
+    assert shipped >= validation.TESTED_SCHEDULES
+    files = {path.stem for path in Path(schedules.__file__).parent.glob("*.py")} - {
+        "__init__",
+        "auto",
+        "auto_invariant",
+    }
+    assert files >= validation.TESTED_SCHEDULES
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "streams"), [(1, 1, 5), (8192, 8192, 64), (100_000, 100_000, 2), (64, 1_000_000, 1)]
+)
+def test_the_part_that_is_proven_keeps_the_mask_and_fits(seqlen_q, seqlen_k, streams):
+    shape = ProblemShape(1, streams, seqlen_q, seqlen_k, 64, 128, causal=True)
+    part = validation._part_to_prove(shape)
+    assert part.num_streams * part.num_m_blocks * part.num_n_blocks <= 5 * validation.MAX_PROVEN_STEPS
+    assert 1 <= part.num_streams <= streams
+    if max(seqlen_q, seqlen_k) <= 10_000:
+        assert (part.seqlen_q, part.seqlen_k) == (seqlen_q, seqlen_k)
+    if seqlen_q == seqlen_k:
+        assert part.seqlen_q == part.seqlen_k
+
+
+@pytest.mark.parametrize("softcap", [None, "x", True])
+def test_softcap_must_be_a_number(softcap):
+    with pytest.raises(TypeError, match="softcap"):
+        validation.check_softcap(softcap)
