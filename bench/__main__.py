@@ -15,19 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 from bench import cells, report
 from bench.cells import Cell, list_cells, parse_seqlen
-from bench.implementations import OURS, find_candidates, parse_peers, parse_schedules
+from bench.implementations import OURS, SHIPPED_CONFIG, ConfigChange, find_candidates, parse_peers, parse_schedules
 from bench.results import FAILED, REGIMES, Results, check_same_environment, merge
 from bench.timing import BurstPlan
+from cute_dash import registry
 
 if TYPE_CHECKING:
     from bench.runner import Run
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line; returns the exit status."""
+class NothingRecorded(Exception):
+    """The files have no records of the regime that was asked for."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m bench") -> int:
+    """Runs one command line; returns the exit status. `prog`: how the help names the command."""
     started_s = monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = _parser().parse_args(argv)
+    args = _parser(prog).parse_args(argv)
     try:
         for name, report_from in _REPORTS.items():
             if getattr(args, name):
@@ -35,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.dry_run:
             return _dry_run(args)
         run = _set_up(args, argv, started_s)
-    except (ValueError, OSError) as error:
+    except NothingRecorded as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, ImportError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     return _time(run, args)
@@ -47,7 +55,7 @@ def _set_up(args: argparse.Namespace, argv: Sequence[str], started_s: float) -> 
     Raises:
         ValueError: an argument is wrong, there is no Hopper GPU, or --out must not be written.
     """
-    schedules, peers = parse_schedules(args.schedule), parse_peers(args.peers)
+    schedules, peers = _selected_schedules(args), parse_peers(args.peers)
     _selected_cells(args)
     if args.out and args.out.exists() and not args.resume:
         raise ValueError(f"--out {args.out} exists; --resume continues it")
@@ -68,7 +76,8 @@ def _set_up(args: argparse.Namespace, argv: Sequence[str], started_s: float) -> 
     if args.commit:
         environment["commit"] = args.commit
     results = _start_results(args, environment, plan.describe())
-    find = partial(find_candidates, schedules=schedules, peers=peers, num_sms=environment["sm_count"])
+    configs = [SHIPPED_CONFIG, *args.config]
+    find = partial(find_candidates, schedules=schedules, peers=peers, num_sms=environment["sm_count"], configs=configs)
     return Run(device, find, plan, results, args.out, partial(_log, started_s))
 
 
@@ -104,9 +113,9 @@ def _start_results(args: argparse.Namespace, environment: dict[str, Any], method
 
 def _dry_run(args: argparse.Namespace) -> int:
     """Says what would be timed; needs no GPU."""
-    schedules, peers = parse_schedules(args.schedule), parse_peers(args.peers)
+    schedules, peers = _selected_schedules(args), parse_peers(args.peers)
     for cell in _selected_cells(args):
-        candidates, untimed = find_candidates(cell, schedules, peers)
+        candidates, untimed = find_candidates(cell, schedules, peers, configs=[SHIPPED_CONFIG, *args.config])
         print(f"{cell.label}: {', '.join(c.key.label for c in candidates) or 'nothing'}")
         for entry in untimed:
             print(f"  without {entry.key.label}: {entry.reason}")
@@ -116,27 +125,41 @@ def _dry_run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _load(paths: Sequence[Path], regime: str) -> Results:
+    """The merged results of the files.
+
+    Raises:
+        NothingRecorded: none of them has a record of the regime.
+    """
+    results = merge(Results.load(path) for path in paths)
+    regimes = sorted({record.regime for record in results.records})
+    if regime not in regimes:
+        names = ", ".join(map(str, paths))
+        raise NothingRecorded(f"{names}: no {regime} records; there are: {', '.join(regimes) or 'none'}")
+    return results
+
+
 def _table(args: argparse.Namespace) -> int:
-    results = merge(Results.load(path) for path in args.table)
+    results = _load(args.table, args.regime)
     print(report.summary(results, _style(args, args.regime)))
     return 0
 
 
 def _headline(args: argparse.Namespace) -> int:
-    results = merge(Results.load(path) for path in args.headline)
+    results = _load(args.headline, args.regime)
     print(report.headline(results, _style(args, args.regime)))
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    old, new = (Results.load(path) for path in args.compare)
+    old, new = (_load([path], args.regime) for path in args.compare)
     text, regressions = report.compare(old, new, args.threshold, _style(args, args.regime))
     print(text)
     return int(regressions > 0)
 
 
 def _paper(args: argparse.Namespace) -> int:
-    results = merge(Results.load(path) for path in args.paper)
+    results = _load(args.paper, args.regime)
     print(report.paper(results, _style(args, args.regime)))
     return 0
 
@@ -144,7 +167,7 @@ def _paper(args: argparse.Namespace) -> int:
 def _model(args: argparse.Namespace) -> int:
     from bench import model_vs_measured as mvm
 
-    results = merge(Results.load(path) for path in args.model)
+    results = _load(args.model, args.regime)
     model = mvm.Model(args.model_reduce, args.model_latency, args.model_dq_stages)
     selected = [c for c in results.cells() if _is_selected(c, args)]
     print(mvm.report(results, selected, model, args.model_reference, _style(args, args.regime)))
@@ -164,6 +187,14 @@ def _style(args: argparse.Namespace, regime: str) -> report.Style:
     return report.Style(args.markdown, args.value, regime)
 
 
+def _selected_schedules(args: argparse.Namespace) -> list[str]:
+    """Specs of ours; with 'all', the files that cannot be loaded are named on stderr."""
+    if args.schedule == "all":
+        for reason in registry.load_all()[1].values():
+            print(f"bench: left out: {reason}", file=sys.stderr)
+    return parse_schedules(args.schedule)
+
+
 def _selected_cells(args: argparse.Namespace) -> list[Cell]:
     return list_cells(args.head_dim, args.mask, args.seqlen, args.batch, args.heads, args.dtype)
 
@@ -176,8 +207,8 @@ def _log(started_s: float, line: str) -> None:
     print(f"[{monotonic() - started_s:4.0f} s] {line}", flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.split("\n")[0])
+def _parser(prog: str = "python -m bench") -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
     _add_what(parser.add_argument_group("what is timed"))
     _add_how(parser.add_argument_group("how"))
     _add_reports(parser.add_argument_group("tables from recorded results (no GPU)"))
@@ -186,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_what(group: Any) -> None:
     default = ",".join(map(cells.format_seqlen, cells.SEQLENS))
-    group.add_argument("--head-dim", type=_list_of(int), default=list(cells.HEAD_DIMS), help="default: 64,128")
+    group.add_argument("--head-dim", type=_list_of(_head_dim), default=list(cells.HEAD_DIMS), help="default: 64,128")
     group.add_argument("--mask", type=_list_of(_mask), default=list(cells.MASKS), help="default: causal,full")
     group.add_argument(
         "--seqlen", type=_list_of(parse_seqlen), default=list(cells.SEQLENS), help=f"tokens; default: {default}"
@@ -197,6 +228,14 @@ def _add_what(group: Any) -> None:
     group.add_argument("--schedule", default="all", help="comma-separated names or module:ATTR; all (default), none")
     group.add_argument(
         "--peers", default="all", help="comma-separated: fa4, cudnn; all (default: those installed), none"
+    )
+    group.add_argument(
+        "--config",
+        type=_config_change,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE[,...]",
+        help="also time our schedules with these fields of BwdConfig changed; may be repeated",
     )
     group.add_argument("--dry-run", action="store_true", help="print what would be timed, and stop")
 
@@ -237,6 +276,13 @@ def _add_reports(group: Any) -> None:
     group.add_argument("--markdown", action="store_true", help="tables for a document")
 
 
+def _config_change(text: str) -> ConfigChange:
+    try:
+        return ConfigChange.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def parse_list(text: str) -> list[Any]:
         try:
@@ -245,6 +291,12 @@ def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return parse_list
+
+
+def _head_dim(text: str) -> int:
+    if text not in map(str, cells.HEAD_DIMS):
+        raise ValueError(f"head_dim={text!r} is not supported; allowed: {', '.join(map(str, cells.HEAD_DIMS))}")
+    return int(text)
 
 
 def _mask(text: str) -> str:
@@ -263,7 +315,10 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _sustained_seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
     if not seconds > 1.0:
         raise argparse.ArgumentTypeError(f"{text} must be above 1: the first second is left out")
     return seconds

@@ -6,7 +6,7 @@ Host only; no torch. Lengths in tokens, sizes in bytes, times in ms.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cute_dash.config import get_config
+from cute_dash.config import BwdConfig, get_config
 from cute_dash.problem import ProblemShape
 
 HEAD_DIMS = (64, 128)
@@ -84,13 +84,13 @@ class Cell:
         """
         return max(self.flops / gemm_tflops * 1e-9, 8 * self.tensor_bytes / copy_tb_per_s * 1e-9)
 
-    def problem_shape(self) -> ProblemShape:
-        """The shape as a schedule sees it.
+    def problem_shape(self, config: BwdConfig | None = None) -> ProblemShape:
+        """The shape as a schedule sees it, in the tiles of `config` or of the shipped one.
 
         Raises:
             ValueError: a head dim that the kernel does not have.
         """
-        config = get_config(self.head_dim, self.causal)
+        config = config or get_config(self.head_dim, self.causal)
         return ProblemShape(
             self.batch, self.heads, self.seqlen, self.seqlen, config.tile_m, config.tile_n, causal=self.causal
         )

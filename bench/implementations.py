@@ -5,7 +5,7 @@ outputs and workspaces from torch's caching allocator. Peers that are not instal
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from bench.cells import Cell
 from bench.results import NOT_APPLICABLE, Key, Untimed
 from cute_dash import registry
+from cute_dash.config import BwdConfig, get_config
+from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, Selector
 
 if TYPE_CHECKING:
@@ -151,14 +153,14 @@ PEERS: dict[str, Peer] = {"fa4": FlashAttention4(), "cudnn": Cudnn()}
 
 
 def parse_schedules(text: str) -> list[str]:
-    """Schedule specs from a comma-separated list; 'all' means every registered one, 'none' no schedule.
+    """Schedule specs from a comma-separated list; 'all' means every one that loads, 'none' no schedule.
 
     Raises:
         ValueError: a name that is not registered.
     """
     if text == "none":
         return []
-    specs = registry.available() if text == "all" else [s.strip() for s in text.split(",") if s.strip()]
+    specs = list(registry.load_all()[0]) if text == "all" else [s.strip() for s in text.split(",") if s.strip()]
     for spec in specs:
         registry.load(spec)
     return list(specs)
@@ -177,8 +179,54 @@ def parse_peers(text: str) -> list[Peer]:
     return [PEERS[name] for name in names]
 
 
+@dataclass(frozen=True)
+class ConfigChange:
+    """Fields of the kernel's configuration to be timed with other values, beside the shipped ones.
+
+    Attributes:
+        fields: (name, value) pairs; none for the shipped configuration.
+    """
+
+    fields: tuple[tuple[str, int | bool], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "ConfigChange":
+        """From "NAME=VALUE,NAME=VALUE".
+
+        Raises:
+            ValueError: a field that `BwdConfig` does not have, or a value of another type than the field's.
+        """
+        known = {f.name: f.default for f in fields(BwdConfig)}
+        changes = []
+        for part in text.split(","):
+            name, _, value = (x.strip() for x in part.partition("="))
+            if name not in known or name in ("head_dim", "causal"):
+                names = ", ".join(n for n in known if n not in ("head_dim", "causal"))
+                raise ValueError(f"config={part!r}: {name!r} is no field of the configuration; allowed: {names}")
+            allowed = {"True": True, "False": False} if isinstance(known[name], bool) else None
+            if (value not in allowed) if allowed else not value.isdecimal():
+                raise ValueError(f"config={part!r}: {value!r} must be {'True or False' if allowed else 'a number'}")
+            changes.append((name, allowed[value] if allowed else int(value)))
+        return cls(tuple(changes))
+
+    def apply(self, cell: Cell) -> BwdConfig:
+        """The configuration of a cell with these changes; ValueError if the kernel cannot have it."""
+        changes: dict[str, Any] = dict(self.fields)
+        return replace(get_config(cell.head_dim, cell.causal), **changes)
+
+    def label(self, name: str) -> str:
+        return f"{name}[{','.join(f'{n}={v}' for n, v in self.fields)}]" if self.fields else name
+
+
+SHIPPED_CONFIG = ConfigChange()
+
+
 def find_candidates(
-    cell: Cell, schedules: Iterable[str], peers: Iterable[Peer], num_sms: int | None = None
+    cell: Cell,
+    schedules: Iterable[str],
+    peers: Iterable[Peer],
+    num_sms: int | None = None,
+    configs: Iterable[ConfigChange] = (SHIPPED_CONFIG,),
 ) -> tuple[list[Candidate], list[Untimed]]:
     """The candidates of a cell: ours first, then the installed peers, each in both modes.
 
@@ -189,28 +237,39 @@ def find_candidates(
         schedules: specs of ours, see `cute_dash.registry.load`.
         peers: who else.
         num_sms: of the device, which holds one CTA of the kernel on each; None: not known, any number is enough.
+        configs: configurations to time each schedule with.
     Returns:
         Candidates, and our schedules that cannot implement the cell.
     """
-    ours, untimed = _our_candidates(cell, schedules, num_sms)
+    schedules, ours, untimed = list(schedules), [], []
+    for change in configs:
+        candidates, refused = _our_candidates(cell, schedules, num_sms, change)
+        ours += candidates
+        untimed += refused
     theirs = [_peer_candidate(peer, mode) for peer in peers if peer.missing() is None for mode in MODES]
     return [*ours, *theirs], untimed
 
 
-def _our_candidates(cell: Cell, specs: Iterable[str], num_sms: int | None) -> tuple[list[Candidate], list[Untimed]]:
+def _our_candidates(
+    cell: Cell, specs: Iterable[str], num_sms: int | None, change: ConfigChange
+) -> tuple[list[Candidate], list[Untimed]]:
     untimed: list[Untimed] = []
     labels: dict[Schedule, str] = {}
     # selectors such as `auto` last: what they select is mostly there already
     for spec in sorted(specs, key=lambda s: isinstance(registry.load(s), Selector)):
         try:
-            schedule = _resolve(spec, cell, num_sms)
+            config = change.apply(cell)
+            schedule = _resolve(spec, cell.problem_shape(config), num_sms)
         except ValueError as error:
             loaded = registry.load(spec)
-            untimed.append(Untimed.of(Key(OURS, _mode(loaded), loaded.name), cell, NOT_APPLICABLE, str(error)))
+            key = Key(OURS, _mode(loaded), change.label(loaded.name))
+            untimed.append(Untimed.of(key, cell, NOT_APPLICABLE, str(error)))
         else:
             if schedule not in labels:
                 labels[schedule] = _label(schedule, spec, labels.values())
-    candidates = [Candidate(Key(OURS, _mode(s), label), _prepare_ours(s)) for s, label in labels.items()]
+    candidates = [
+        Candidate(Key(OURS, _mode(s), change.label(label)), _prepare_ours(s, config)) for s, label in labels.items()
+    ]
     return candidates, untimed
 
 
@@ -220,9 +279,8 @@ def _label(schedule: Schedule, spec: str, taken: Iterable[str]) -> str:
     return f"{schedule.name}@{spec}" if is_other or schedule.name in taken else schedule.name
 
 
-def _resolve(spec: str, cell: Cell, num_sms: int | None) -> Schedule:
-    """The concrete schedule; ValueError if it cannot implement the cell, or not with one CTA on each of `num_sms` SMs."""
-    shape = cell.problem_shape()
+def _resolve(spec: str, shape: ProblemShape, num_sms: int | None) -> Schedule:
+    """The concrete schedule; ValueError if it cannot implement the shape, or not with one CTA on each of `num_sms` SMs."""
     schedule = registry.resolve(spec, shape)
     needed = schedule.min_resident_ctas(shape)
     if num_sms is not None and needed > num_sms:
@@ -230,12 +288,12 @@ def _resolve(spec: str, cell: Cell, num_sms: int | None) -> Schedule:
     return schedule
 
 
-def _prepare_ours(schedule: Schedule) -> "Callable[[Inputs], BackwardCall]":
+def _prepare_ours(schedule: Schedule, config: BwdConfig) -> "Callable[[Inputs], BackwardCall]":
     def prepare(inputs: "Inputs") -> "BackwardCall":
         from cute_dash.launch import backward
 
         x = inputs
-        return lambda: backward(x.dout, x.q, x.k, x.v, x.out, x.lse, x.softmax_scale, x.causal, schedule)
+        return lambda: backward(x.dout, x.q, x.k, x.v, x.out, x.lse, x.softmax_scale, x.causal, schedule, config)
 
     return prepare
 

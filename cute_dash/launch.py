@@ -32,6 +32,7 @@ def backward(
     softmax_scale: float,
     causal: bool,
     schedule: Schedule,
+    config: BwdConfig | None = None,
 ) -> Gradients:
     """dQ, dK, dV of attention on a Hopper GPU.
 
@@ -41,10 +42,12 @@ def backward(
         k, v: (batch, seqlen_k, num_heads, head_dim), likewise.
         lse: (batch, num_heads, seqlen_q), fp32, natural log; -inf for rows that see no key.
         schedule: a concrete schedule (`registry.resolve`).
+        config: for experiments, another configuration than `get_config` says, with other tiles other bits too.
     Returns:
         (dq, dk, dv), contiguous, of the inputs' shapes and dtype.
     """
-    return _launch((dout, q, k, v, out, lse), softmax_scale, causal, schedule, None, None)
+    config = config or get_config(q.shape[-1], causal)
+    return _launch((dout, q, k, v, out, lse), softmax_scale, config, schedule, None, None)
 
 
 def record_order(
@@ -67,12 +70,13 @@ def record_order(
     Raises:
         StuckError: a wait was given up; names batch, head, m_block, n_block and lock value.
     """
-    shape = get_shape(q, k, get_config(q.shape[-1], causal))
+    config = get_config(q.shape[-1], causal)
+    shape = get_shape(q, k, config)
     size = (shape.num_streams, shape.num_m_blocks, shape.num_n_blocks + 1)
     record = torch.full(size, -1, dtype=torch.int32, device=q.device)
     record[..., 0] = 0
     stuck = torch.zeros(8, dtype=torch.int32, device=q.device)
-    gradients = _launch((dout, q, k, v, out, lse), softmax_scale, causal, schedule, record, stuck)
+    gradients = _launch((dout, q, k, v, out, lse), softmax_scale, config, schedule, record, stuck)
     count, batch_idx, head_idx, m_block, n_block, lock_value, seen, _ = stuck.tolist()
     if count:
         raise StuckError(
@@ -106,13 +110,12 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def _launch(
     inputs: tuple[torch.Tensor, ...],
     softmax_scale: float,
-    causal: bool,
+    config: BwdConfig,
     schedule: Schedule,
     record: torch.Tensor | None,
     stuck: torch.Tensor | None,
 ) -> Gradients:
     _, q, k, v, _, _ = inputs
-    config = get_config(q.shape[-1], causal)
     shape = get_shape(q, k, config)
     cooperative = schedule.min_resident_ctas(shape) > 1
     dtype = "bfloat16" if q.dtype is torch.bfloat16 else "float16"

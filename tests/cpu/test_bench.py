@@ -18,11 +18,22 @@ from bench import implementations, model_vs_measured, report
 from bench.cells import Cell, format_seqlen, list_cells, parse_seqlen, standard_cell
 from bench.device import num_input_sets
 from bench.gate import Verdict, check_candidate
-from bench.implementations import OURS, PEERS, Candidate, find_candidates, parse_peers, parse_schedules
+from bench.implementations import (
+    OURS,
+    PEERS,
+    SHIPPED_CONFIG,
+    Candidate,
+    ConfigChange,
+    find_candidates,
+    parse_peers,
+    parse_schedules,
+)
 from bench.reference import Inputs, choose_streams, make_yardstick, reference_gradients
 from bench.results import FAILED, NOT_APPLICABLE, Key, Results, Untimed, check_same_environment, merge
 from bench.runner import Plan, Run, make_record, with_ratios
 from bench.timing import BurstPlan, Timing, order_in_round, time_burst, time_sustained
+from cute_dash import registry
+from cute_dash.config import get_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -619,10 +630,37 @@ def test_ours_is_called_with_the_contract_arguments(monkeypatch):
     monkeypatch.setitem(sys.modules, "cute_dash.launch", module)
     monkeypatch.setattr(sys.modules["cute_dash"], "launch", module, raising=False)
     (candidate,), _ = find_candidates(standard_cell(128, "causal", 512), ["hybrid"], [])
-    *tensors, scale, causal, schedule = candidate.prepare(inputs)()
+    *tensors, scale, causal, schedule, config = candidate.prepare(inputs)()
     x = inputs
     assert all(a is b for a, b in zip(tensors, (x.dout, x.q, x.k, x.v, x.out, x.lse), strict=True))
-    assert (scale, causal, schedule.name) == (x.softmax_scale, True, "hybrid")
+    assert (scale, causal, schedule.name, config) == (x.softmax_scale, True, "hybrid", get_config(128, True))
+
+
+def test_a_changed_configuration_is_a_candidate_of_its_own(monkeypatch):
+    cell = standard_cell(128, "causal", 512)
+    change = ConfigChange.parse("fuse_dQ=False, tile_m=128,num_stages=2")
+    candidates, untimed = find_candidates(cell, ["hybrid"], [], configs=[SHIPPED_CONFIG, change])
+    assert [c.key.schedule for c in candidates] == ["hybrid"]
+    (refused,) = untimed
+    assert refused.schedule == "hybrid[fuse_dQ=False,tile_m=128,num_stages=2]"
+    assert refused.verdict == NOT_APPLICABLE and "shared memory" in refused.reason  # 294912 bytes
+
+    change = ConfigChange.parse("fuse_dQ=False")
+    candidates, untimed = find_candidates(cell, ["hybrid"], [], configs=[SHIPPED_CONFIG, change])
+    assert [c.key.schedule for c in candidates] == ["hybrid", "hybrid[fuse_dQ=False]"] and not untimed
+    module = ModuleType("cute_dash.launch")
+    module.backward = lambda *args: args[-1]
+    monkeypatch.setitem(sys.modules, "cute_dash.launch", module)
+    monkeypatch.setattr(sys.modules["cute_dash"], "launch", module, raising=False)
+    inputs = _inputs(True, batch=1, seqlen=8, heads=1)
+    shipped, changed = (candidate.prepare(inputs)() for candidate in candidates)
+    assert shipped == get_config(128, True) and changed == replace(shipped, fuse_dQ=False)
+
+
+@pytest.mark.parametrize("text", ["tile_k=3", "head_dim=64", "fuse_dQ=1", "tile_m=big", "tile_m", ""])
+def test_unknown_configuration_changes_are_refused(text):
+    with pytest.raises(ValueError, match="config="):
+        ConfigChange.parse(text)
 
 
 def _install(monkeypatch, modules):
@@ -986,3 +1024,37 @@ def test_tables_need_neither_torch_nor_cutlass(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "hd128 full 2k" in done.stdout
+
+
+@pytest.mark.parametrize("head_dim", ["96", "sixty-four", ""])
+def test_a_head_dim_that_the_kernel_does_not_have_is_refused(capsys, head_dim):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--dry-run", "--head-dim", head_dim])
+    assert stop.value.code == 2
+    assert f"head_dim={head_dim!r} is not supported; allowed: 64, 128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--table", "--headline", "--paper", "--model"])
+def test_a_regime_without_records_is_an_error(capsys, tmp_path, option):
+    _results({CELL: {BASELINE: 500.0}}).save(tmp_path / "a.json")
+    assert command.main([option, str(tmp_path / "a.json"), "--regime", "sustained"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "a.json: no sustained records; there are: burst" in captured.err
+
+
+def test_the_help_names_the_command_that_was_typed(capsys):
+    for prog in ("cute-dash bench", "python -m bench"):
+        with pytest.raises(SystemExit):
+            command.main(["--help"], prog=prog)
+        assert capsys.readouterr().out.startswith(f"usage: {prog} [-h]")
+
+
+def test_a_schedule_that_does_not_load_is_left_out_of_all_and_named(capsys, monkeypatch):
+    loaded = {"baseline": registry.load("baseline")}
+    monkeypatch.setattr(registry, "load_all", lambda: (loaded, {"bad": "schedules/bad.py: SyntaxError"}))
+    argv = ["--dry-run", "--head-dim", "64", "--mask", "full", "--seqlen", "512", "--peers", "none"]
+    assert command.main(argv) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "hd64 full 512: cute-dash baseline\n"
+    assert "schedules/bad.py: SyntaxError" in captured.err
