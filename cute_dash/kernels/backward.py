@@ -5,11 +5,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_dash.config import BwdConfig
 from cute_dash.ints import ceil_div
+from cute_dash.kernels.bundles import Gmem
 from cute_dash.kernels.copy import select_modes
 from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.flash_bwd_post import FlashAttentionBackwardPostprocess, PostGmem
 from cute_dash.kernels.flash_bwd_pre import FlashAttentionBackwardPreprocess, PreGmem
-from cute_dash.kernels.flash_bwd_sm90 import FlashAttentionBackwardSm90, Gmem
+from cute_dash.kernels.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from cute_dash.kernels.workspace import WorkspaceLayout
 from cute_dash.schedule import Schedule
 

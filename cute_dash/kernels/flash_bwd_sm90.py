@@ -45,7 +45,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_dash.config import CONVERT_PIECE, CONVERT_STAGES, BwdConfig
-from cute_dash.kernels import mask, semaphore, wgmma
+from cute_dash.kernels import debug, mask, semaphore, wgmma
+from cute_dash.kernels.bundles import Gmem, Rings, Smem, TmaAtoms
+from cute_dash.kernels.convert_dq import DQConverter
 from cute_dash.kernels.copy import (
     bulk_add_f32,
     bulk_store,
@@ -56,66 +58,19 @@ from cute_dash.kernels.copy import (
 )
 from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.pipeline import Ring, make_ring
-from cute_dash.kernels.roles import NUM_PRODUCER_WARPS, WARPGROUP_THREADS, NamedBarrierBwd, WarpRole
+from cute_dash.kernels.roles import (
+    NUM_PRODUCER_WARPS,
+    WARP_THREADS,
+    WARPGROUP_THREADS,
+    NamedBarrierBwd,
+    WarpRole,
+)
 from cute_dash.kernels.wgmma import Gemm, issue_gemm, make_accumulator, stage_of, transpose_view
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, WorkTile
 
 NUM_WORK_STAGES = 4
 NUM_DONE_STAGES = 8
-WARP_THREADS = 32
-
-
-class Gmem(NamedTuple):
-    """Global tensors. Inputs and dK, dV are TMA tensors (seqlen, head_dim, num_heads, batch)."""
-
-    mQ: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
-    mdO: cute.Tensor
-    mdK: cute.Tensor
-    mdV: cute.Tensor
-    mdQ: cute.Tensor | None  # where the main kernel converts dQ
-    mLSE: cute.Tensor  # (tile_m, num_m_blocks, num_streams), times log2(e)
-    mdPsum: cute.Tensor  # (tile_m, num_m_blocks, num_streams)
-    mdQaccum: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups, num_m_blocks, num_streams)
-    mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
-    mCounter: cute.Tensor  # (1,)
-    mRecord: cute.Tensor | None  # debug: (num_n_blocks + 1, num_m_blocks, num_streams), [0] counts
-    mStuck: cute.Tensor | None  # debug: (8,), see `report_stuck`
-
-
-class TmaAtoms(NamedTuple):
-    Q: cute.CopyAtom
-    K: cute.CopyAtom
-    V: cute.CopyAtom
-    dO: cute.CopyAtom
-    dK: cute.CopyAtom
-    dV: cute.CopyAtom
-    dQ: cute.CopyAtom | None
-
-
-class Smem(NamedTuple):
-    sQ: cute.Tensor  # (tile_m, head_dim, num_stages)
-    sK: cute.Tensor  # (tile_n, head_dim); holds dK at the end of a work tile
-    sV: cute.Tensor  # (tile_n, head_dim); holds dV at the end of a work tile
-    sdO: cute.Tensor  # (tile_m, head_dim, num_stages)
-    sdS: cute.Tensor  # (tile_m, tile_n, num_stages)
-    sLSE: cute.Tensor  # (tile_m, num_stages)
-    sdPsum: cute.Tensor  # (tile_m, num_stages)
-    sdQ: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups), fp32 in register order
-    sWork: cute.Tensor  # (NUM_WORK_STAGES,) claimed work indices
-    sPieces: cute.Tensor | None  # (CONVERT_PIECE, CONVERT_STAGES) of dQaccum on their way to being converted
-    sdQ_out: cute.Tensor | None  # (tile_m, head_dim) converted dQ
-
-
-class Rings(NamedTuple):
-    Q: Ring
-    dO: Ring
-    KV: Ring
-    work: Ring
-    done: Ring
-    pieces: Ring
 
 
 class MmaContext(NamedTuple):
@@ -143,6 +98,7 @@ class FlashAttentionBackwardSm90:
         self.schedule = schedule
         self.debug = debug
         self.fuse_dQ = config.fuse_dQ and schedule.ordered
+        self.converter = DQConverter(config, dtype)
         self.num_mma_warps = 4 * config.num_mma_warpgroups
         self.num_mma_threads = WARPGROUP_THREADS * config.num_mma_warpgroups
         self.num_threads = WARPGROUP_THREADS + self.num_mma_threads
@@ -421,7 +377,7 @@ class FlashAttentionBackwardSm90:
                 if const_expr(self.debug):
                     seen = semaphore.wait_turn_bounded(counter, lock_value)
                     if seen != lock_value:
-                        self.report_stuck(gmem, tile, m_block, lock_value, seen)
+                        debug.report_stuck(gmem, tile, m_block, lock_value, seen)
                 else:
                     semaphore.wait_turn(counter, lock_value)
             cute.arch.sync_warp()
@@ -467,7 +423,7 @@ class FlashAttentionBackwardSm90:
             cute.arch.cp_async_bulk_wait_group(0)
             if const_expr(self.debug):
                 stream = tile.batch_idx * extents.num_heads + tile.head_idx
-                self.record_addition(gmem, m_block, stream, tile.n_block)
+                debug.record_addition(gmem, m_block, stream, tile.n_block)
             if const_expr(self.schedule.ordered):
                 semaphore.release_turn(self.semaphore_of(gmem, extents, m_block, tile))
             else:
@@ -485,25 +441,6 @@ class FlashAttentionBackwardSm90:
                 barrier_id=NamedBarrierBwd.dQ_empty(warpgroup_idx),
                 number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
             )
-
-    @cute.jit
-    def record_addition(self, gmem: Gmem, m_block: Int32, stream: Int32, n_block: Int32):
-        """Debug: appends n_block to the list of contributors of this dQ tile, before the turn is passed on."""
-        entries = gmem.mRecord[None, m_block, stream]
-        place = cute.arch.atomic_add(entries.iterator, Int32(1), sem="relaxed", scope="gpu")
-        entries[place + 1] = n_block
-
-    @cute.jit
-    def report_stuck(self, gmem: Gmem, tile: WorkTile, m_block: Int32, lock_value: Int32, seen: Int32):
-        """Debug: the first wait that was given up, as (1, batch, head, m_block, n_block, lock value, seen)."""
-        first = cute.arch.atomic_add(gmem.mStuck.iterator, Int32(1), sem="relaxed", scope="gpu")
-        if first == 0:
-            gmem.mStuck[1] = tile.batch_idx
-            gmem.mStuck[2] = tile.head_idx
-            gmem.mStuck[3] = m_block
-            gmem.mStuck[4] = tile.n_block
-            gmem.mStuck[5] = lock_value
-            gmem.mStuck[6] = seen
 
     # ---- CONVERT_DQ ------------------------------------------------------------------------------------------------
 
@@ -528,80 +465,11 @@ class FlashAttentionBackwardSm90:
                 if self.schedule.get_lock_value(m_block, tile, shape) == last:
                     # the additions were made by the async proxy and are read by it
                     cute.arch.fence_proxy("async.global")
-                    self.convert_dQ_tile(gmem, atoms, extents, smem, rings.pieces, tile, m_block, softmax_scale)
+                    self.converter.convert_tile(gmem, atoms, extents, smem, rings.pieces, tile, m_block, softmax_scale)
                 it += 1
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def convert_dQ_tile(
-        self,
-        gmem: Gmem,
-        atoms: TmaAtoms,
-        extents: Extents,
-        smem: Smem,
-        ring: Ring,
-        tile: WorkTile,
-        m_block: Int32,
-        softmax_scale: Float32,
-    ):
-        """dQ tile = softmax_scale * dQaccum tile, rounded; rows beyond seqlen_q are clipped by the TMA.
-
-        Piece p holds 16 columns of one warpgroup's accumulator, in register order. A tile goes round the ring of pieces
-        an even number of times, so slots and phases start anew with each tile and are known at trace time.
-        """
-        config = self.config
-        stream = tile.batch_idx * extents.num_heads + tile.head_idx
-        source = gmem.mdQaccum[None, 0, m_block, stream].iterator
-        num_pieces = config.tile_m * config.head_dim // CONVERT_PIECE
-        assert num_pieces % (2 * CONVERT_STAGES) == 0
-        for piece in cutlass.range_constexpr(CONVERT_STAGES):
-            self.load_dQ_piece(source, smem, ring, piece)
-        # sdQ_out is free once the TMA store of the tile before has read it
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        for piece in cutlass.range_constexpr(num_pieces):
-            ring.wait_full(piece)
-            self.convert_dQ_piece(smem, piece, softmax_scale)
-            cute.arch.sync_warp()
-            if const_expr(piece + CONVERT_STAGES < num_pieces):
-                self.load_dQ_piece(source, smem, ring, piece + CONVERT_STAGES)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        tile_q = (config.tile_m, config.head_dim)
-        gdQ = cute.local_tile(gmem.mdQ[None, None, tile.head_idx, tile.batch_idx], tile_q, (m_block, 0))
-        tdQsdQ, tdQgdQ = partition_tma(atoms.dQ, smem.sdQ_out, gdQ)
-        cute.copy(atoms.dQ, tdQsdQ, tdQgdQ)
-        cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def load_dQ_piece(self, source: cute.Pointer, smem: Smem, ring: Ring, piece: cutlass.Constexpr[int]):
-        """Starts the copy of one piece of dQaccum to its slot."""
-        barrier = ring.expect_bytes(piece, CONVERT_PIECE * 4)
-        gPiece = cute.make_tensor((source + piece * CONVERT_PIECE).align(16), cute.make_layout(CONVERT_PIECE))
-        copy_vector(gPiece, smem.sPieces[None, piece % CONVERT_STAGES], barrier)
-
-    @cute.jit
-    def convert_dQ_piece(self, smem: Smem, piece: cutlass.Constexpr[int], softmax_scale: Float32):
-        """Rounds one piece into sdQ_out, acting as each of the four warps whose registers it holds in turn."""
-        config = self.config
-        lane_idx = cute.arch.lane_idx()
-        mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
-        pieces_per_warpgroup = self.dQ_values // CONVERT_PIECE
-        warpgroup_idx, columns = piece // pieces_per_warpgroup, piece % pieces_per_warpgroup
-        sPiece = smem.sPieces[None, piece % CONVERT_STAGES]
-        for warp in cutlass.range_constexpr(4):
-            thread = warp * WARP_THREADS + lane_idx
-            acc = cute.make_rmem_tensor(cute.make_layout((4, 2)), Float32)
-            cute.autovec_copy(fragment_slots(sPiece.iterator, 8, thread), acc)
-            acc.store(acc.load() * softmax_scale)
-            tiled_copy, tRS_sdQ = wgmma.make_store_C(
-                mma_dQ, smem.sdQ_out, warpgroup_idx * WARPGROUP_THREADS + thread, transpose=False
-            )
-            rounded = wgmma.to_operand_A(acc, self.dtype)
-            target = tRS_sdQ[(None, columns), None, None]
-            cute.copy(tiled_copy, cute.make_tensor(rounded.iterator, cute.make_layout(target.shape)), target)
 
     # ---- MMA -------------------------------------------------------------------------------------------------------
 

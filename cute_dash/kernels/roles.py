@@ -3,6 +3,7 @@
 from enum import IntEnum
 
 NUM_PRODUCER_WARPS = 4
+WARP_THREADS = 32
 WARPGROUP_THREADS = 128
 
 

@@ -1,0 +1,59 @@
+"""What travels into the kernel and its roles, bundled: one argument each (trace time)."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+
+from cute_dash.kernels.pipeline import Ring
+
+
+class Gmem(NamedTuple):
+    """Global tensors. Inputs and dK, dV are TMA tensors (seqlen, head_dim, num_heads, batch)."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mdO: cute.Tensor
+    mdK: cute.Tensor
+    mdV: cute.Tensor
+    mdQ: cute.Tensor | None  # where the main kernel converts dQ
+    mLSE: cute.Tensor  # (tile_m, num_m_blocks, num_streams), times log2(e)
+    mdPsum: cute.Tensor  # (tile_m, num_m_blocks, num_streams)
+    mdQaccum: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups, num_m_blocks, num_streams)
+    mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
+    mCounter: cute.Tensor  # (1,)
+    mRecord: cute.Tensor | None  # debug: (num_n_blocks + 1, num_m_blocks, num_streams), [0] counts
+    mStuck: cute.Tensor | None  # debug: (8,), see `report_stuck`
+
+
+class TmaAtoms(NamedTuple):
+    Q: cute.CopyAtom
+    K: cute.CopyAtom
+    V: cute.CopyAtom
+    dO: cute.CopyAtom
+    dK: cute.CopyAtom
+    dV: cute.CopyAtom
+    dQ: cute.CopyAtom | None
+
+
+class Smem(NamedTuple):
+    sQ: cute.Tensor  # (tile_m, head_dim, num_stages)
+    sK: cute.Tensor  # (tile_n, head_dim); holds dK at the end of a work tile
+    sV: cute.Tensor  # (tile_n, head_dim); holds dV at the end of a work tile
+    sdO: cute.Tensor  # (tile_m, head_dim, num_stages)
+    sdS: cute.Tensor  # (tile_m, tile_n, num_stages)
+    sLSE: cute.Tensor  # (tile_m, num_stages)
+    sdPsum: cute.Tensor  # (tile_m, num_stages)
+    sdQ: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups), fp32 in register order
+    sWork: cute.Tensor  # (NUM_WORK_STAGES,) claimed work indices
+    sPieces: cute.Tensor | None  # (CONVERT_PIECE, CONVERT_STAGES) of dQaccum on their way to being converted
+    sdQ_out: cute.Tensor | None  # (tile_m, head_dim) converted dQ
+
+
+class Rings(NamedTuple):
+    Q: Ring
+    dO: Ring
+    KV: Ring
+    work: Ring
+    done: Ring
+    pieces: Ring
