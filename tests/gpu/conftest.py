@@ -9,6 +9,13 @@ import torch
 from cute_dash import attention_backward, flash_attn_func, registry
 from cute_dash.testing import AttentionInputs, random_inputs, why_no_hopper
 from cute_dash.validation import get_shape
+from tests.gpu.ratios import ERROR_RATIOS
+
+
+def pytest_terminal_summary(terminalreporter):
+    if ERROR_RATIOS:
+        worst, checked = max(ERROR_RATIOS), len(ERROR_RATIOS)
+        terminalreporter.write_line(f"worst error ratio to the comparator: {worst:.2f} of {checked} gradients")
 
 
 @pytest.fixture(scope="session", autouse=True)
