@@ -21,6 +21,9 @@ not matter; with R' > R, that more CTAs never hurt. One run with `min_resident_c
 """
 
 import dataclasses
+import inspect
+import os
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -57,9 +60,18 @@ def check(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = N
     Raises:
         ScheduleError: the first violation: rule, tile, m_block, step and both values.
     """
+    try:
+        _check_rules(schedule, shape, resident_ctas)
+    except ScheduleError:
+        raise
+    except Exception as error:
+        raise ScheduleError(describe_failure(error, schedule)) from error
+
+
+def _check_rules(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None) -> None:
     given, schedule = schedule, _select(schedule, shape)
-    _check_value_object(given)
-    _check_value_object(schedule)
+    check_value_object(given)
+    check_value_object(schedule)
     if not schedule.can_implement(shape):
         raise ScheduleError(f"{schedule.name!r} cannot implement {shape}")
     orders = _check_coverage(schedule, shape)
@@ -78,6 +90,34 @@ def find_violation(schedule: Schedule, shape: ProblemShape, resident_ctas: int |
     except ScheduleError as error:
         return str(error)
     return None
+
+
+def describe_failure(error: BaseException, schedule: Schedule | None = None) -> str:
+    """One line about what a schedule raised: its method with file and line, if the traceback knows it, and the error.
+
+    Of an error of several lines, perhaps coloured for a terminal, the first line is taken.
+    """
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0].strip()
+    method = _find_method(error, schedule)
+    return f"{method + ' raised ' if method else ''}{type(error).__name__}{': ' + text if text else ''}"
+
+
+def _find_method(error: BaseException, schedule: Schedule | None) -> str | None:
+    """The innermost method of a schedule of this class that the error passed through."""
+    found, traceback = None, error.__traceback__
+    while traceback:
+        code, owner = traceback.tb_frame.f_code, traceback.tb_frame.f_locals.get("self")
+        if schedule is not None and owner is not None and type(owner) is type(schedule):
+            path = show_path(code.co_filename)
+            found = f"{type(schedule).__name__}.{code.co_name} ({path}, line {traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    return found
+
+
+def show_path(path: str) -> str:
+    """`path` for a message: relative where it is below the current folder."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
 
 
 def expand(schedule: Schedule, shape: ProblemShape) -> list[TileOrder]:
@@ -117,9 +157,7 @@ def _check_coverage(schedule: Schedule, shape: ProblemShape) -> list[TileOrder]:
         except ScheduleError:
             raise
         except Exception as error:
-            message = (
-                f"rule 1 (coverage): work_idx {work_idx}: {schedule.name!r} raised {type(error).__name__}: {error}"
-            )
+            message = f"rule 1 (coverage): work_idx {work_idx}: {describe_failure(error, schedule)}"
             raise ScheduleError(message) from error
         _check_loop_order(order, shape)
         _check_accumulation_order(order, places, shape)
@@ -180,12 +218,15 @@ def _check_accumulation_order(
                 f"rule 1 (coverage): {where}: lock count {count!r}, but {expected} n_blocks add to this dQ tile"
             )
         if not _is_index(value, count):
-            raise ScheduleError(f"rule 1 (coverage): {where}: lock value {value!r}; allowed: ints in [0, {count})")
+            raise ScheduleError(
+                f"rule 1 (coverage): {where}: lock value {value!r}; allowed: ints in [0, {count}), one for each n_block "
+                f"that the mask leaves this m_block"
+            )
         other = places.setdefault((tile.batch_idx, tile.head_idx, m_block, value), tile.n_block)
         if other != tile.n_block:
             raise ScheduleError(
                 f"rule 1 (coverage): {where}: lock value {value} is also that of n_block={other}; "
-                f"the n_blocks of a dQ tile need different ones"
+                f"get_lock_value must number the {count} n_blocks that add to a dQ tile 0 to {count - 1}, each once"
             )
 
 
@@ -265,7 +306,8 @@ def _check_progress(orders: list[TileOrder], num_ctas: int) -> None:
     raise ScheduleError(
         f"rule 2 (progress): deadlock with {num_ctas} resident CTAs: {_describe(tile)} (work_idx {stuck}) waits "
         f"at step {step} for lock value {value} of m_block={m_block}, which stands at {turn}; "
-        f"n_block={orders[blocker].tile.n_block}, whose turn it is, {state}"
+        f"n_block={orders[blocker].tile.n_block}, whose turn it is, {state}. To put it right, let get_work_tile claim "
+        f"tiles in the order in which get_lock_value lets them add, or min_resident_ctas ask for more CTAs"
     )
 
 
@@ -280,17 +322,46 @@ def _find_contributor(orders: list[TileOrder], like: WorkTile, m_block: int, loc
 # Rule 3
 
 
-def _check_value_object(schedule: Schedule) -> None:
+def check_value_object(schedule: Schedule) -> None:
+    """Rule 3 as far as the class says: equal schedules must be the same order, because kernels are kept by them.
+
+    Raises:
+        ScheduleError: not a frozen dataclass, not hashable, or with fields that equality and hash leave out.
+    """
     parameters = getattr(type(schedule), "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
         raise ScheduleError(
             f"rule 3 (purity): {type(schedule).__name__} must be a frozen dataclass: "
             f"its fields are part of the kernel's key"
         )
+    if left_out := _find_fields_without_equality(schedule):
+        raise ScheduleError(
+            f"rule 3 (purity): {type(schedule).__name__}: {', '.join(left_out)} would not enter equality and hash, so "
+            f"different orders would share a kernel; write @dataclass(frozen=True) above the class, and no compare=False"
+        )
     try:
         hash(schedule)
     except TypeError as error:
         raise ScheduleError(f"rule 3 (purity): {schedule!r} is not hashable: {error}") from error
+
+
+def _find_fields_without_equality(schedule: Any) -> list[str]:
+    """Names that look like fields, in the class or in the object, but are none of those that are compared."""
+    cls = type(schedule)
+    compared = {field.name for field in dataclasses.fields(schedule) if field.compare}
+    names = [
+        name
+        for base in reversed(cls.__mro__)
+        for name, annotation in inspect.get_annotations(base).items()
+        if not re.match(r"(typing\.)?(ClassVar|InitVar)\b", _show_annotation(annotation))
+    ]
+    if "__dataclass_params__" not in vars(cls):  # what an __init__ of its own has set
+        names += getattr(schedule, "__dict__", {})
+    return sorted(set(names) - compared)
+
+
+def _show_annotation(annotation: object) -> str:
+    return annotation if isinstance(annotation, str) else repr(annotation).replace("dataclasses.", "")
 
 
 def _check_repeatable(schedule: Schedule, shape: ProblemShape, orders: list[TileOrder]) -> None:
@@ -355,7 +426,7 @@ def _check_traceable(schedule: Schedule, shape: ProblemShape, orders: list[TileO
         except ScheduleError:
             raise
         except Exception as error:
-            message = f"rule 4 (traceable): {_describe(order.tile)}: {type(error).__name__}: {error}"
+            message = f"rule 4 (traceable): {_describe(order.tile)}: {describe_failure(error, schedule)}"
             raise ScheduleError(message) from error
 
 

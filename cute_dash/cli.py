@@ -11,28 +11,34 @@ import json
 import math
 import os
 import sys
+import tempfile
 import textwrap
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tabulate import tabulate
 
 import cute_dash
-from cute_dash.check import ScheduleError, find_violation
+from cute_dash.check import ScheduleError, describe_failure, find_violation
 from cute_dash.config import SUPPORTED_HEAD_DIMS, BwdConfig, get_config
 from cute_dash.problem import ProblemShape
+from cute_dash.registry import ScheduleFileError, ShadowedPackageError, UnsupportedShapeError
 from cute_dash.schedule import Schedule
 
 if TYPE_CHECKING:
+    from cute_dash.compile import CompileKey
     from cute_dash.doctor import Finding
 
 OK, FAILED, USAGE = 0, 1, 2
 MASKS = ("full", "causal")
 DTYPES = ("bfloat16", "float16")
+SLOW_S = 2.0  # what takes longer says on stderr what it is doing, and says so again each time that has doubled
 
 
 class UsageError(Exception):
@@ -42,14 +48,22 @@ class UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    # "module:ATTR" means modules of the current folder too, which console scripts do not search; last in the path,
-    # so that a file there hides nothing that is installed
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    _search_current_folder()
     if argv[:1] == ["bench"]:  # its options, --help included, are the bench's own
         return _guarded(lambda: _bench(argv[1:]))
     args = _parser().parse_args(argv)
     return _guarded(lambda: int(args.run(args)))
+
+
+def _search_current_folder() -> None:
+    """Lets "module:ATTR" mean modules of the current folder too, which console scripts do not search."""
+    if os.getcwd() in sys.path or "" in sys.path:
+        return
+    # last in the path, so that a file there hides nothing that is installed; but an editable install may be found by
+    # an import hook, which comes after the whole path: so import what must not be hidden first
+    with suppress(Exception):  # the registry says what is wrong with it
+        import_module("schedules")
+    sys.path.append(os.getcwd())
 
 
 def _guarded(command: Callable[[], int]) -> int:
@@ -61,7 +75,7 @@ def _guarded(command: Callable[[], int]) -> int:
     except UsageError as error:
         print(f"cute-dash: {error}", file=sys.stderr)
         return USAGE
-    except ScheduleError as error:
+    except (ScheduleError, ScheduleFileError, ShadowedPackageError) as error:
         print(f"cute-dash: {error}", file=sys.stderr)
         return FAILED
     except BrokenPipeError:  # the reader of a pipe has seen enough, as in `cute-dash schedules | head -1`
@@ -91,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         "--resident",
         type=_positive,
         metavar="N",
-        help="CTAs that run at once (default: the number that the schedule says it needs)",
+        help="also fail if the schedule needs more than N CTAs at once, on a device that runs no more; that the number "
+        "that it says it needs is enough, and every larger one, is proved in any case",
     )
     _add_json(command)
 
@@ -109,7 +124,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", add_help=False, help="time the kernel and its peers (in a checkout; bench --help)")
 
     command = _add_command(commands, "compile", _compile, "compile kernels into the on-disk cache")
-    command.add_argument("--schedule", nargs="+", metavar="NAME", help="default: all that can order the mask")
+    command.add_argument(
+        "names", nargs="*", metavar="NAME|module:ATTR", help="schedules (default: all that can order the mask)"
+    )
+    command.add_argument("--schedule", nargs="+", default=[], metavar="NAME", help="the same, as an option")
     command.add_argument("--mask", nargs="+", choices=MASKS, default=list(MASKS), help="default: both")
     command.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
     command.add_argument(
@@ -161,21 +179,32 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
+    return _at_least_one(text, "count", "an integer of at least 1")
 
 
 def _tokens(text: str) -> int:
     """ "4k" or "4096" -> 4096."""
-    return _positive(text[:-1]) * 1024 if text.lower().endswith("k") else _positive(text)
+    digits, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
+    try:
+        return _at_least_one(digits, "", "") * factor
+    except argparse.ArgumentTypeError:
+        message = f"invalid token count {text!r}: it must be an integer of at least 1, such as 1000 or 4k"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def _at_least_one(text: str, what: str, allowed: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"invalid {what} {text!r}: it must be {allowed}")
+    return int(text)
 
 
 def _time(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite time of at least 0")
+        raise argparse.ArgumentTypeError(f"invalid time {text!r}: it must be a finite number of at least 0")
     return value
 
 
@@ -196,28 +225,42 @@ def _demo(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError(f"the demo cannot run here: {error} (see `cute-dash doctor`)") from error
 
-    rows = demo.run(_progress)
+    result = demo.run(_progress)
     if sys.stderr.isatty():
         _progress("")
     if args.json:
-        _print_json([asdict(row) for row in rows])
+        _print_json([asdict(row) for row in result.rows])
+        _report_broken(result.broken)
     else:
-        print(demo.report(rows))
-    return OK if all(row.passed for row in rows) else FAILED
+        print(demo.report(result))
+    return OK if result.passed else FAILED
 
 
 def _schedules(args: argparse.Namespace) -> int:
     from cute_dash import registry
 
     shape = _shape(args)
-    rows = [_schedule_row(registry.load(name), shape) for name in registry.available()]
+    schedules, broken = registry.load_all()
+    rows = []
+    for name, schedule in schedules.items():
+        try:
+            rows.append(_schedule_row(schedule, shape))
+        except Exception as error:  # a user's methods can raise anything
+            broken[name] = f"{name}: {describe_failure(error, schedule)}"
     if args.json:
         _print_json(rows)
-        return OK
-    rows = [{**row, "description": textwrap.fill(row["description"], 60)} for row in rows]
-    print(_table(rows))
-    print(f"\nmin resident ctas: that must run at once for {_describe(shape)}; - = cannot order this shape")
-    return OK
+    else:
+        print(_table([{**row, "description": textwrap.fill(row["description"], 60)} for row in rows]))
+        print(f"\nmin resident ctas: that must run at once for {_describe(shape)}; - = cannot order this shape")
+    return _report_broken(broken.values())
+
+
+def _report_broken(lines: Iterable[str]) -> int:
+    """A line on stderr for each schedule that cannot be used; the exit status."""
+    lines = list(lines)
+    for line in lines:
+        print(f"cute-dash: {line}", file=sys.stderr)
+    return FAILED if lines else OK
 
 
 def _schedule_row(schedule: Schedule, shape: ProblemShape) -> dict[str, Any]:
@@ -240,7 +283,8 @@ def _first_line(schedule: Schedule) -> str:
 def _check(args: argparse.Namespace) -> int:
     shape = _shape(args)
     schedule = _resolve(args.schedule, shape)
-    violation = find_violation(schedule, shape, args.resident)
+    with _saying_if_slow(f"checking {schedule.name} for {_describe(shape)}"):
+        violation = find_violation(schedule, shape, args.resident)
     if args.json:
         _print_json(
             {
@@ -253,7 +297,8 @@ def _check(args: argparse.Namespace) -> int:
             }
         )
     elif violation is None:
-        print(f"{schedule.name} version {schedule.version} keeps every rule for {_describe(shape)}")
+        residency = f", with {args.resident} resident CTAs" if args.resident else ""
+        print(f"{schedule.name} version {schedule.version} keeps every rule for {_describe(shape)}{residency}")
     else:
         print(f"{schedule.name} version {schedule.version} breaks a rule for {_describe(shape)}: {violation}")
     return OK if violation is None else FAILED
@@ -263,41 +308,63 @@ def _analyze(args: argparse.Namespace) -> int:
     from cute_dash import registry
 
     shape = _shape(args)
-    rows = [_model_row(name, shape, args) for name in registry.available()]
+    schedules, broken = registry.load_all()
+    rows = []
+    for name, schedule in schedules.items():
+        with _saying_if_slow(f"checking and simulating {name} for {_describe(shape)}"):
+            try:
+                rows.append(_model_row(name, schedule, shape, args))
+            except ScheduleError as error:
+                broken[name] = f"{name}: {error}"
+                rows.append({**_empty_row(name), "note": str(error)})
+    rows.sort(key=lambda row: (row["makespan"] is None, row["makespan"], row["schedule"]))
     if args.json:
         _print_json(rows)
-        return OK
-    print(_table(rows))
-    print(
-        f"\n{_describe(shape)} on {args.num_sms} SMs; times in units of compute={args.compute:g}, "
-        f"reduce={args.reduce:g}, latency={args.latency:g}; {args.dq_stages} dQ stage(s)"
-    )
-    return OK
+    else:
+        print(_table([{**row, "note": textwrap.fill(row["note"], 80)} for row in rows]))
+        print(
+            f"\n{_describe(shape)} on {args.num_sms} SMs; times in units of compute={args.compute:g}, "
+            f"reduce={args.reduce:g}, latency={args.latency:g}; {args.dq_stages} dQ stage(s)"
+        )
+    return _report_broken(broken.values())
 
 
-def _model_row(name: str, shape: ProblemShape, args: argparse.Namespace) -> dict[str, Any]:
-    """What the DAG model says of one schedule, or why it says nothing."""
-    from cute_dash import analysis, registry
+def _empty_row(name: str) -> dict[str, Any]:
+    return {"schedule": name, "critical_path": None, "makespan": None, "stall_share": None, "note": ""}
 
-    row: dict[str, Any] = {"schedule": name, "critical_path": None, "makespan": None, "stall_share": None, "note": ""}
+
+def _model_row(name: str, given: Schedule, shape: ProblemShape, args: argparse.Namespace) -> dict[str, Any]:
+    """What the DAG model says of one schedule, or why it says nothing.
+
+    Raises:
+        ScheduleError: the schedule breaks a rule.
+    """
+    row = _empty_row(name)
     try:
-        schedule = registry.resolve(name, shape)
-    except ValueError:
-        return {**row, "note": "cannot order this shape"}
+        schedule = _concrete(given, shape)
+    except UnsupportedShapeError as error:
+        return {**row, "note": error.reason}
+    if violation := find_violation(schedule, shape):
+        raise ScheduleError(violation)
     if schedule.min_resident_ctas(shape) > args.num_sms:
         return {**row, "note": f"needs {schedule.min_resident_ctas(shape)} CTAs at once"}
-    try:
-        timeline = _simulate(schedule, shape, args)
-        path_length = analysis.critical_path(schedule, shape, args.compute, args.reduce)
-    except ScheduleError as error:
-        return {**row, "note": str(error)}
+    timeline = _simulate(schedule, shape, args)
     return {
         **row,
-        "critical_path": path_length,
+        "critical_path": _critical_path(schedule, shape, args),
         "makespan": timeline.makespan,
         "stall_share": timeline.stall_share,
         "note": "" if schedule.name == name else f"here: {schedule.name}",
     }
+
+
+def _critical_path(schedule: Schedule, shape: ProblemShape, args: argparse.Namespace) -> float | None:
+    """None for a schedule that needs more CTAs than the paper's DAG has SMs."""
+    from cute_dash import analysis
+
+    if schedule.min_resident_ctas(shape) > shape.num_n_blocks:
+        return None
+    return analysis.critical_path(schedule, shape, args.compute, args.reduce)
 
 
 def _simulate(schedule: Schedule, shape: ProblemShape, args: argparse.Namespace) -> Any:
@@ -318,11 +385,16 @@ def _plot(args: argparse.Namespace) -> int:
 
     shape = _shape(args)
     schedule = _resolve(args.schedule, shape)
-    timeline = _simulate(schedule, shape, args)
+    with _saying_if_slow(f"checking and simulating {schedule.name} for {_describe(shape)}"):
+        if violation := find_violation(schedule, shape, args.num_sms):
+            raise ScheduleError(f"{schedule.name} breaks a rule, so it is not drawn: {violation}")
+        timeline = _simulate(schedule, shape, args)
     try:
         plot(timeline, args.output, title=f"{schedule.name}, {_describe(shape)}")
     except ModuleNotFoundError as error:
-        raise UsageError(f"{error}; install it: pip install 'cute-dash[plot]'") from error
+        from cute_dash.doctor import install_command
+
+        raise UsageError(f"{error}; install what is missing: {install_command('plot')}") from error
     except (OSError, ValueError) as error:  # a folder that is not there, a format that matplotlib does not write
         raise UsageError(f"cannot write {args.output}: {error}") from error
     print(f"{args.output}: makespan {timeline.makespan:g}, stall share {timeline.stall_share:.1%}")
@@ -337,55 +409,143 @@ def _bench(argv: list[str]) -> int:
             f"editable install of it (looked in {checkout / 'bench'})"
         )
     sys.path.insert(0, str(checkout))  # `bench` is a folder of the checkout, not an installed package
-    return int(import_module("bench.__main__").main(argv))
+    return int(import_module("bench.__main__").main(argv, prog="cute-dash bench"))
 
 
 def _compile(args: argparse.Namespace) -> int:
-    from cute_dash import registry
-    from cute_dash.compile import cache_dir
-
-    if cache_dir() is None:
-        raise UsageError("the on-disk cache is turned off by CUTE_DASH_CACHE=0: there is nothing to compile into")
-    schedules = [_load(name) for name in args.schedule or registry.available()]
-    jobs = []
+    schedules, broken = _schedules_to_compile([*args.names, *args.schedule])
+    folder = _writable_cache_dir()
+    jobs: list[CompileKey] = []
     for head_dim, mask in itertools.product(args.head_dim, args.mask):
         config = get_config(head_dim, mask == "causal")
-        jobs += [(config, dtype, kernel) for dtype in args.dtype for kernel in _list_kernels(schedules, config)]
-    for number, (config, dtype, (schedule, cooperative)) in enumerate(jobs, start=1):
-        mask = "causal" if config.causal else "full"
+        for name, schedule in schedules.items():
+            try:
+                found = _list_keys(schedule, config, args.dtype)
+            except ScheduleError as error:
+                broken.setdefault(name, f"{name}: not compiled: {error}")
+                continue
+            if not found and (args.names or args.schedule):
+                print(f"{name}: nothing to compile for head dim {head_dim}, {mask}: it cannot order this mask")
+            jobs += [key for key in found if key not in jobs]
+    stored = []
+    for number, key in enumerate(jobs, start=1):
         start = time.perf_counter()
-        _compile_one(config, schedule, dtype, cooperative)
+        try:
+            note = _compile_one(key, folder)
+        except ScheduleError as error:
+            broken[f"{number}"] = f"{_describe_key(key)}: not compiled: {error}"
+            continue
+        stored += [key] * (not note)
         duration = time.perf_counter() - start
-        label = f"[{number}/{len(jobs)}] head dim {config.head_dim}, {mask}, {dtype}, {schedule!r}"
-        print(f"{label}: ready after {duration:.1f} s", flush=True)
-    print(f"{len(jobs)} kernel(s) in {cache_dir()}")
-    return OK if jobs else FAILED
+        print(f"[{number}/{len(jobs)}] {_describe_key(key)}: ready after {duration:.1f} s{note}", flush=True)
+    print(f"{len(stored)} kernel(s) in {folder}" + (f", of {len(jobs)}" if len(stored) < len(jobs) else ""))
+    kept_out = [key for key in jobs if key.is_cacheable() and key not in stored]
+    return max(_report_broken(broken.values()), FAILED if kept_out or not jobs else OK)
 
 
-def _list_kernels(schedules: Sequence[Schedule], config: BwdConfig) -> list[tuple[Schedule, bool]]:
-    """The (schedule, launched cooperatively) that these schedules run as under a configuration, each once.
-
-    A selector runs as what it selects. Found by asking for one short to very long sequences.
-    """
+def _schedules_to_compile(specs: Sequence[str]) -> tuple[dict[str, Schedule], dict[str, str]]:
+    """The schedules that were named, or all; and why others cannot be used."""
     from cute_dash import registry
 
-    kernels: dict[tuple[Schedule, bool], None] = {}  # an ordered set
-    for schedule, num_tiles in itertools.product(schedules, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)):
-        seqlen = num_tiles * config.tile_n
-        shape = ProblemShape(1, 16, seqlen, seqlen, config.tile_m, config.tile_n, config.causal)
+    return ({spec: _load(spec) for spec in specs}, {}) if specs else registry.load_all()
+
+
+def _writable_cache_dir() -> Path:
+    """The folder of the on-disk cache, made if need be: better refused now than after minutes of compiling."""
+    from cute_dash.compile import cache_dir
+
+    folder = cache_dir()
+    if folder is None:
+        raise UsageError("the on-disk cache is turned off by CUTE_DASH_CACHE=0: there is nothing to compile into")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ScheduleError(f"nothing was compiled, because nothing can be stored in {folder}: {error}") from error
+    return folder
+
+
+# square problems by the KV tiles of a head: from short ones to those for which selectors change their mind
+_NUM_TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class _Kernel(NamedTuple):
+    schedule: Schedule
+    cooperative: bool
+
+
+def _list_keys(schedule: Schedule, config: BwdConfig, dtypes: Sequence[str]) -> "list[CompileKey]":
+    """What is to be compiled for a schedule under a configuration, once it has been proved to keep the rules.
+
+    Raises:
+        ScheduleError: it breaks one.
+    """
+    from cute_dash.compile import CompileKey
+
+    try:
+        kernels = _list_kernels([schedule], config)
+    except Exception as error:  # a user's methods can raise anything
+        raise ScheduleError(describe_failure(error, schedule)) from error
+    for concrete in dict.fromkeys(kernel.schedule for kernel in kernels):
+        _check_small(concrete, config)
+    return [CompileKey(config, kernel.schedule, dtype, kernel.cooperative) for dtype in dtypes for kernel in kernels]
+
+
+def _check_small(schedule: Schedule, config: BwdConfig) -> None:
+    """Proves the rules for the first problem of a few tiles that the schedule can order; cheap beside compiling."""
+    for num_tiles in (5, *_NUM_TILES):
+        shape = _square_shape(2, 2, num_tiles, config)
+        if schedule.can_implement(shape):
+            if violation := find_violation(schedule, shape):
+                raise ScheduleError(violation)
+            return
+
+
+def _list_kernels(schedules: Sequence[Schedule], config: BwdConfig) -> list[_Kernel]:
+    """The kernels that these schedules run as under a configuration, each once; a selector runs as what it selects."""
+    from cute_dash import registry
+
+    kernels: dict[_Kernel, None] = {}  # an ordered set
+    for schedule, num_tiles in itertools.product(schedules, _NUM_TILES):
+        shape = _square_shape(1, 16, num_tiles, config)
         if schedule.can_implement(shape):
             concrete = registry.resolve(schedule, shape)
-            kernels[concrete, concrete.min_resident_ctas(shape) > 1] = None
+            kernels[_Kernel(concrete, concrete.min_resident_ctas(shape) > 1)] = None
     return list(kernels)
 
 
-def _compile_one(config: BwdConfig, schedule: Schedule, dtype: str, cooperative: bool) -> None:
-    from cute_dash.compile import compile_backward
+def _square_shape(batch: int, num_heads: int, num_tiles: int, config: BwdConfig) -> ProblemShape:
+    seqlen = num_tiles * config.tile_n
+    return ProblemShape(batch, num_heads, seqlen, seqlen, config.tile_m, config.tile_n, config.causal)
+
+
+def _compile_one(key: "CompileKey", folder: Path) -> str:
+    """Compiles one kernel; says why it was not stored, or nothing if it was.
+
+    Raises:
+        ScheduleError: the kernel cannot be compiled with this schedule.
+    """
+    from cute_dash.compile import get_backward
 
     try:
-        compile_backward(config, schedule, dtype, cooperative=cooperative)
+        get_backward(key)
     except ImportError as error:
         raise UsageError(f"kernels cannot be compiled here: {error} (see `cute-dash doctor`)") from error
+    except Exception as error:  # the DSL reports what it cannot trace in many ways
+        raise ScheduleError(
+            f"{describe_failure(error, key.schedule)}. In a schedule's methods use cute_dash.ints.where, minimum and "
+            f"maximum instead of if, and, or, min and max; `cute-dash check {key.schedule.name}` says where"
+        ) from error
+    if not key.is_cacheable():
+        return "; not stored: only schedules of the package `schedules`, unchanged since the command began, are"
+    return "" if (folder / f"{key.digest()}.o").exists() else f"; NOT stored in {folder}"
+
+
+def _describe_key(key: "CompileKey") -> str:
+    mask = "causal" if key.config.causal else "full"
+    launch = "cooperative" if key.cooperative else "plain"
+    return f"head dim {key.config.head_dim}, {mask}, {key.dtype}, {key.schedule!r}, {launch} launch"
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -415,18 +575,50 @@ def _load(spec: str) -> Schedule:
 
     try:
         return registry.load(spec)
-    except (ValueError, ImportError, AttributeError) as error:
+    except (ScheduleError, ScheduleFileError):
+        raise  # the schedule is at fault, not who names it
+    except ValueError as error:
         raise UsageError(str(error)) from error
 
 
 def _resolve(spec: str, shape: ProblemShape) -> Schedule:
     """The concrete schedule that `spec` means for this shape."""
+    try:
+        return _concrete(_load(spec), shape)
+    except UnsupportedShapeError as error:
+        raise UsageError(str(error)) from error
+
+
+def _concrete(schedule: Schedule, shape: ProblemShape) -> Schedule:
+    """`registry.resolve`, where whatever the schedule's methods raise becomes a ScheduleError."""
     from cute_dash import registry
 
     try:
-        return registry.resolve(_load(spec), shape)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+        return registry.resolve(schedule, shape)
+    except (ScheduleError, UnsupportedShapeError):
+        raise
+    except Exception as error:
+        raise ScheduleError(f"{schedule.name}: {describe_failure(error, schedule)}") from error
+
+
+@contextmanager
+def _saying_if_slow(text: str) -> Iterator[None]:
+    """Prints `text` and the time so far on stderr if the block takes longer than SLOW_S."""
+    done = threading.Event()
+
+    def speak() -> None:
+        elapsed = SLOW_S
+        while not done.wait(elapsed if elapsed == SLOW_S else elapsed / 2):
+            print(f"cute-dash: {text}: {elapsed:.0f} s so far", file=sys.stderr, flush=True)
+            elapsed *= 2
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _describe(shape: ProblemShape) -> str:

@@ -14,8 +14,10 @@ import torch
 from tabulate import tabulate
 
 from cute_dash import analysis, emulator, registry
+from cute_dash.check import ScheduleError, check, describe_failure
 from cute_dash.config import get_config
 from cute_dash.problem import ProblemShape
+from cute_dash.registry import UnsupportedShapeError
 from cute_dash.schedule import Schedule, Selector
 from cute_dash.testing import (
     AttentionInputs,
@@ -100,10 +102,33 @@ class Row:
         return not self.ordered or all(run == NUM_RUNS for run in runs)
 
 
-def run(progress: Callable[[str], None]) -> list[Row]:
+@dataclass(frozen=True)
+class Result:
+    """What the demo shows.
+
+    Attributes:
+        rows: one per mask and schedule.
+        selected: what a selector such as `auto` stood for, a line for each mask and selector.
+        left_out: which schedules cannot order a mask, and why.
+        broken: schedules that cannot be loaded or break a rule, and why; they have no row.
+    """
+
+    rows: tuple[Row, ...]
+    selected: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Something was shown, and all of it is right."""
+        return bool(self.rows) and not self.broken and all(row.passed for row in self.rows)
+
+
+def run(progress: Callable[[str], None]) -> Result:
     """Fills the table; `progress` is told what is done next."""
-    jobs = [(mask, schedule) for mask in MASKS for schedule in _list_schedules(mask == "causal")]
+    plan = _Plan()
     rows = []
+    jobs = plan.jobs
     with _one_thread():
         emulated = {mask: _EmulatedProblem(mask == "causal") for mask in MASKS}
         for number, (mask, schedule) in enumerate(jobs, start=1):
@@ -111,11 +136,12 @@ def run(progress: Callable[[str], None]) -> list[Row]:
             rows.append(_describe(schedule, mask, emulated[mask]))
     if why_no_hopper() is None:
         rows = _add_kernel(rows, progress)
-    return rows
+    return Result(tuple(rows), tuple(plan.selected), tuple(plan.left_out), tuple(plan.broken))
 
 
-def report(rows: Sequence[Row]) -> str:
-    """The table with what its columns mean."""
+def report(result: Result) -> str:
+    """The table with what its columns mean, and the verdict."""
+    rows = result.rows
     with_kernel = any(row.kernel for row in rows)
     lines = [
         tabulate([_cells(row, with_kernel) for row in rows], headers="keys", disable_numparse=True),
@@ -129,11 +155,19 @@ def report(rows: Sequence[Row]) -> str:
         lines.append(f"kernel: this GPU, {_name(KERNEL)}, bf16; GPU bits: of {NUM_RUNS} launches")
     else:
         lines.append(f"The kernel itself was not run: {why_no_hopper()}.")
-    failed = [f"{row.schedule} ({row.mask})" for row in rows if not row.passed]
-    lines.append(
-        f"FAILED: {', '.join(failed)}" if failed else "All gradients right; every ordered schedule repeats its bits."
-    )
-    return "\n".join(lines)
+    lines += result.selected
+    lines += [f"left out: {line}" for line in result.left_out]
+    return "\n".join([*lines, *_verdict(result)])
+
+
+def _verdict(result: Result) -> list[str]:
+    failed = [f"{row.schedule} ({row.mask})" for row in result.rows if not row.passed]
+    lines = [f"FAILED: {line}" for line in result.broken]
+    if failed:
+        lines.append(f"FAILED: {', '.join(failed)}")
+    if not result.rows:
+        lines.append("FAILED: there was no schedule to show")
+    return lines or ["All gradients right; every ordered schedule repeats its bits."]
 
 
 def _name(size: Size) -> str:
@@ -158,15 +192,40 @@ def _cells(row: Row, with_kernel: bool) -> dict[str, str]:
     return cells
 
 
-def _list_schedules(causal: bool) -> list[Schedule]:
-    """Every schedule that can order the demo's problems, without those that only choose among the others."""
-    shapes = [size.shape(causal) for size in (MODEL, EMULATOR, KERNEL)]
-    schedules = [registry.load(name) for name in registry.available()]
-    return [
-        schedule
-        for schedule in schedules
-        if not isinstance(schedule, Selector) and all(schedule.can_implement(shape) for shape in shapes)
-    ]
+class _Plan:
+    """Which schedules are shown on which mask, and why others are not."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[str, Schedule]] = []
+        self.selected: list[str] = []
+        self.left_out: list[str] = []
+        schedules, broken = registry.load_all()
+        self.broken = list(broken.values())
+        # those that choose among the others last
+        in_order = sorted(schedules.values(), key=lambda schedule: isinstance(schedule, Selector))
+        for mask in MASKS:
+            for schedule in in_order:
+                self._add(mask, schedule)
+
+    def _add(self, mask: str, schedule: Schedule) -> None:
+        shapes = {"model": MODEL, "emulator": EMULATOR, "kernel": KERNEL}
+        try:
+            names = {
+                what: registry.resolve(schedule, size.shape(mask == "causal")).name for what, size in shapes.items()
+            }
+            for size in (EMULATOR, replace(MODEL, num_heads=1)):
+                check(schedule, size.shape(mask == "causal"))
+        except UnsupportedShapeError as error:
+            self.left_out.append(f"{schedule.name} on the {mask} mask: it {error.reason}")
+        except ScheduleError as error:
+            self.broken.append(f"{schedule.name} on the {mask} mask: {error}")
+        except Exception as error:  # a user's methods can raise anything
+            self.broken.append(f"{schedule.name} on the {mask} mask: {describe_failure(error, schedule)}")
+        else:
+            self.jobs.append((mask, schedule))
+            if isinstance(schedule, Selector):
+                chosen = ", ".join(f"{name} ({what})" for what, name in names.items())
+                self.selected.append(f"{schedule.name} on the {mask} mask: {chosen}")
 
 
 # Without a GPU

@@ -6,6 +6,7 @@ comes out where one of them is missing or broken: that is when it is needed.
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import cute_dash
+from cute_dash import registry
 from cute_dash.compile import cache_dir
 
 DSL_RANGE = ((4, 8, 1), (4, 9))  # as pyproject.toml requires it: lower bound included, upper bound not
@@ -56,10 +58,19 @@ def examine() -> list[Finding]:
         _driver(),
         *_gpus(torch),
         _cache_folder(),
+        _schedules(),
         _matplotlib(),
         *[_peer(distribution) for distribution in PEERS],
         _bench(),
     ]
+
+
+def install_command(extra: str) -> str:
+    """What to type to install the packages of an extra, for the Python that runs: editable where this is a checkout."""
+    checkout = _package_folder().parent
+    if (checkout / "pyproject.toml").exists():
+        return shlex.join([sys.executable, "-m", "pip", "install", "-e", f"{checkout}[{extra}]"])
+    return shlex.join([sys.executable, "-m", "pip", "install", f"cute-dash[{extra}]"])
 
 
 def _package_folder() -> Path:
@@ -204,18 +215,28 @@ def _cache_folder() -> Finding:
     )
 
 
+def _schedules() -> Finding:
+    """How many there are, and which files in their folder are none."""
+    try:
+        loaded, broken = registry.load_all()
+    except ImportError as error:
+        return Finding("schedules", "none", f"{error}.", broken=True)
+    limit = f"These cannot be used: {'; '.join(broken.values())}" if broken else ""
+    return Finding("schedules", f"{len(loaded)} ({', '.join(loaded)})", limit, broken=bool(broken))
+
+
 def _matplotlib() -> Finding:
     version = _version("matplotlib")
     if version:
         return Finding("matplotlib", version)
-    return Finding("matplotlib", "not installed", "`cute-dash plot` does not work: pip install 'cute-dash[plot]'")
+    return Finding("matplotlib", "not installed", f"`cute-dash plot` does not work: {install_command('plot')}")
 
 
 def _peer(distribution: str) -> Finding:
     version = _version(distribution)
     if version:
         return Finding(distribution, version)
-    limit = f"`cute-dash bench` times nothing of {distribution} beside this kernel: pip install 'cute-dash[bench]'"
+    limit = f"`cute-dash bench` times nothing of {distribution} beside this kernel: {install_command('bench')}"
     return Finding(distribution, "not installed", limit)
 
 

@@ -106,4 +106,5 @@ def _check_options(
     validation.check_window_size(window_size)
     validation.check_softcap(softcap)
     validation.check_scale(softmax_scale)
-    return ops.spec_of(schedule)
+    spec: str = ops.spec_of(schedule)
+    return spec

@@ -45,7 +45,8 @@ def last_schedule() -> ScheduleRecord | None:
 _schedules: dict[str, Schedule] = {}
 
 
-@torch.compiler.assume_constant_result  # under torch.compile it runs at trace time: the op must find the schedule later
+# under torch.compile this must run while tracing, or the op would look the handle up before it is known
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def spec_of(schedule: "str | Schedule") -> str:
     """A string that names `schedule` to the ops of this process: a string as it is, an object by a handle.
 

@@ -6,20 +6,60 @@ installation. Other distributions register a Schedule object under the entry-poi
 
 import difflib
 import pkgutil
+from dataclasses import replace
 from importlib import import_module, invalidate_caches
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
+from cute_dash.check import check_value_object, describe_failure, show_path
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, Selector
 
 PACKAGE = "schedules"
 ENTRY_POINT_GROUP = "cute_dash.schedules"
+_SHIPPED = "baseline"  # a module by which the package of this distribution is known
 _MEMBERS = tuple(member for member in vars(Schedule) if not member.startswith("_"))
 
 
+class ShadowedPackageError(ImportError):
+    """`import schedules` gives another package than the one that ships with cute-dash."""
+
+
+class ScheduleFileError(ValueError):
+    """A module that should define a schedule does not; the message names the file and the error."""
+
+
+class UnsupportedShapeError(ValueError):
+    """A schedule cannot order a shape.
+
+    Attributes:
+        reason: in a few words, such as "orders the full mask only".
+    """
+
+    def __init__(self, name: str, shape: ProblemShape, reason: str) -> None:
+        super().__init__(f"schedule={name!r} cannot implement {shape}: it {reason}")
+        self.reason = reason
+
+
 def available() -> list[str]:
-    """Names of all schedules, sorted; nothing but the package itself is imported."""
+    """Names of all schedules, sorted; nothing but the package itself is imported.
+
+    Raises:
+        ShadowedPackageError: another package is called `schedules`.
+    """
     return sorted({*_packaged(), *_registered()})
+
+
+def load_all() -> tuple[dict[str, Schedule], dict[str, str]]:
+    """Every schedule of `available()` by name; and, for the names that `load` refuses, why."""
+    loaded: dict[str, Schedule] = {}
+    broken: dict[str, str] = {}
+    for name in available():
+        try:
+            loaded[name] = load(name)
+        except ValueError as error:
+            broken[name] = str(error)
+    return loaded, broken
 
 
 def load(spec: str | Schedule) -> Schedule:
@@ -29,8 +69,10 @@ def load(spec: str | Schedule) -> Schedule:
         spec: a name from `available()`, "module:ATTR" for a schedule anywhere, or a schedule, returned as it is.
 
     Raises:
-        ValueError: an unknown or ambiguous name (listing the known ones), or an object that is no schedule.
+        ValueError: an unknown or ambiguous name (listing the known ones), a module that cannot be imported
+            (ScheduleFileError), or an object that is no schedule.
         TypeError: `spec` is neither a string nor a schedule.
+        ShadowedPackageError: another package is called `schedules`.
     """
     if not isinstance(spec, str):
         return _validated_object(spec)
@@ -43,9 +85,9 @@ def load(spec: str | Schedule) -> Schedule:
             f"name one as 'module:ATTR'"
         )
     if packaged:
-        return _with_name(spec, _load_attribute(f"{PACKAGE}.{spec}:SCHEDULE"))
+        return _load_packaged(spec)
     if registered:
-        return _with_name(spec, _validated(registered.load(), f"entry point {registered.value!r}"))
+        return _load_registered(registered)
     raise ValueError(_describe_unknown(spec))
 
 
@@ -53,21 +95,61 @@ def resolve(spec: str | Schedule, shape: ProblemShape) -> Schedule:
     """The concrete schedule for a shape: `load`, then what a selector such as `auto` selects.
 
     Raises:
-        ValueError: as `load`, and if the schedule cannot implement `shape`.
+        ValueError: as `load`, and if the schedule cannot implement `shape` (UnsupportedShapeError).
     """
     schedule = load(spec)
     if isinstance(schedule, Selector):
         schedule = schedule.select(shape)
     if not schedule.can_implement(shape):
-        raise ValueError(f"schedule={schedule.name!r} cannot implement {shape}")
+        raise UnsupportedShapeError(schedule.name, shape, _describe_refusal(schedule, shape))
     return schedule
+
+
+def _describe_refusal(schedule: Schedule, shape: ProblemShape) -> str:
+    """Why `can_implement` said no, found by asking for the other mask."""
+    if schedule.can_implement(replace(shape, causal=not shape.causal)):
+        return f"orders the {'full' if shape.causal else 'causal'} mask only"
+    return "orders other shapes only, says its can_implement"
 
 
 def _packaged() -> list[str]:
     """Module names in the package `schedules`."""
+    names = [module.name for module in pkgutil.iter_modules(_package_path())]
+    if _SHIPPED not in names:
+        raise ShadowedPackageError(_describe_shadow())
+    return [name for name in names if not name.startswith("_")]
+
+
+def _package_path() -> list[str]:
+    """Folders of the package `schedules`."""
     invalidate_caches()
-    path = import_module(PACKAGE).__path__
-    return [module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_")]
+    try:
+        package = import_module(PACKAGE)
+    except Exception as error:  # another package of this name can raise anything
+        raise ShadowedPackageError(f"{_describe_shadow()} ({describe_failure(error)})") from error
+    return list(getattr(package, "__path__", []))  # none: another *module* of this name
+
+
+def _describe_shadow() -> str:
+    found = _find_package()
+    where = f"finds {show_path(found)}" if found else "finds nothing"
+    return (
+        f"`import {PACKAGE}` {where}, not the schedules of cute-dash; rename that package, or start Python where it is "
+        f"not in front of cute-dash in sys.path; name your own schedules as 'module:ATTR'"
+    )
+
+
+def _find_package() -> str | None:
+    """The file or folder that `import schedules` means, without importing it."""
+    import importlib.util
+
+    try:
+        spec = importlib.util.find_spec(PACKAGE)
+    except ValueError:  # imported, but without a spec
+        return None
+    if spec is None:
+        return None
+    return spec.origin or next(iter(spec.submodule_search_locations or []), None)
 
 
 def _registered() -> dict[str, EntryPoint]:
@@ -75,19 +157,63 @@ def _registered() -> dict[str, EntryPoint]:
     return {entry_point.name: entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
+def _load_packaged(name: str) -> Schedule:
+    """`SCHEDULE` of a module of the package; whatever is wrong with the module is said with its file."""
+    candidates = [Path(folder) / file for folder in _package_path() for file in (f"{name}.py", f"{name}/__init__.py")]
+    path = show_path(str(next((path for path in candidates if path.exists()), f"{PACKAGE}/{name}.py")))
+    try:
+        module = import_module(f"{PACKAGE}.{name}")
+    except (Exception, SystemExit) as error:
+        raise ScheduleFileError(f"{path}: {_describe_import_failure(error)}") from error
+    if not hasattr(module, "SCHEDULE"):
+        raise ScheduleFileError(f"{path}: it has no SCHEDULE; end it with SCHEDULE = YourSchedule()")
+    try:
+        return _with_name(name, _validated(module.SCHEDULE, "SCHEDULE"))
+    except ValueError as error:
+        raise ScheduleFileError(f"{path}: {error}") from error
+
+
+def _load_registered(entry_point: EntryPoint) -> Schedule:
+    what = f"entry point {entry_point.value!r}"
+    try:
+        schedule = entry_point.load()
+    except (Exception, SystemExit) as error:
+        raise ScheduleFileError(f"{what}: {_describe_import_failure(error)}") from error
+    return _with_name(entry_point.name, _validated(schedule, what))
+
+
 def _load_attribute(spec: str) -> Schedule:
     module_name, _, attribute = spec.partition(":")
     try:
         module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ValueError(f"schedule={spec!r}: no module named {error.name!r}") from error
-        raise  # the module is there, one of its own imports is not
-    except ValueError as error:  # an empty module name
-        raise ValueError(f"schedule={spec!r} must be a name or 'module:ATTR'") from error
+    except (Exception, SystemExit) as error:
+        raise _attribute_error(spec, module_name, error) from error
     if not hasattr(module, attribute):
         raise ValueError(f"schedule={spec!r}: module {module_name!r} has no attribute {attribute!r}")
     return _validated(getattr(module, attribute), f"schedule={spec!r}")
+
+
+def _attribute_error(spec: str, module_name: str, error: BaseException) -> ValueError:
+    """What to raise where the module of a "module:ATTR" cannot be imported."""
+    if module_name.startswith(".") or not module_name:
+        return ValueError(f"schedule={spec!r} must be a name or 'module:ATTR'")
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and (module_name + ".").startswith(missing + "."):
+        return ValueError(f"schedule={spec!r}: no module named {missing!r}")
+    return ScheduleFileError(f"schedule={spec!r}: {_describe_import_failure(error)}")
+
+
+def _describe_import_failure(error: BaseException) -> str:
+    """Error, file and line of what went wrong while a module was imported."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({show_path(error.filename or '?')}, line {error.lineno})"
+    place, traceback = "", error.__traceback__
+    while traceback:
+        filename = traceback.tb_frame.f_code.co_filename
+        if not filename.startswith("<frozen"):
+            place = f" ({show_path(filename)}, line {traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    return describe_failure(error) + place
 
 
 def _validated_object(schedule: object) -> Schedule:
@@ -102,6 +228,7 @@ def _validated(schedule: object, what: str) -> Schedule:
         raise ValueError(f"{what} is the class {schedule.__name__}; it must be an instance of it")
     if not isinstance(schedule, Schedule):
         raise ValueError(f"{what} is no Schedule: it lacks {', '.join(_missing(schedule))}")
+    check_value_object(schedule)
     return schedule
 
 

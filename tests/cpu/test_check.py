@@ -109,10 +109,39 @@ class Unhashable(Base):
 class Counts(Base):
     """Answers differently every time: the loop turns around from one call to the next."""
 
-    calls: object = field(default_factory=itertools.count, compare=False)
+    calls: ClassVar = itertools.count()
 
     def get_work_tile(self, work_idx, shape):
         return WorkTile((work_idx + next(self.calls) // 8) % 4, work_idx // 4, 0)
+
+
+class NotDecorated(Base):
+    """Its field is an annotation that no dataclass has seen: all its objects are equal."""
+
+    window: int = 3
+
+
+class SetsItself(Base):
+    """As above, by an __init__ of its own."""
+
+    def __init__(self, window):
+        super().__init__()
+        object.__setattr__(self, "window", window)
+
+
+@dataclass(frozen=True)
+class ComparesNot(Base):
+    window: int = field(default=3, compare=False)
+
+
+class RaisesAboutResidency(Base):
+    def min_resident_ctas(self, shape):
+        raise RuntimeError("nobody knows\nand this is a second line")
+
+
+class RaisesAboutShapes(Base):
+    def can_implement(self, shape):
+        return {}[shape.batch]
 
 
 class DependsOnHeads(Base):
@@ -152,15 +181,39 @@ class LiesOnTheDevice(Base):
             r"rule 1 .*n_block=1, .* visits m_block=0 at step 0; the mask leaves it ints in \[1, 4\)",
         ),
         (FloatBlock(), FULL, r"rule 1 .*visits m_block=0.0 at step 0"),
-        (SharesALock(), FULL, r"rule 1 .*n_block=1, .*m_block=0 \(step 0\): lock value 0 is also that of n_block=0"),
+        (
+            SharesALock(),
+            FULL,
+            r"rule 1 .*n_block=1, .*m_block=0 \(step 0\): lock value 0 is also that of n_block=0; "
+            r"get_lock_value must number the 4 n_blocks .* 0 to 3, each once",
+        ),
         (LockBeyond(), FULL, r"rule 1 .*n_block=3, .*lock value 4; allowed: ints in \[0, 4\)"),
         (WrongCount(), CAUSAL, r"rule 1 .*m_block=0 \(step 0\): lock count 4, but 1 n_blocks add"),
-        (Raises(), FULL, r"rule 1 .*work_idx .*'broken' raised ZeroDivisionError"),
+        (
+            Raises(),
+            FULL,
+            r"rule 1 .*work_idx 0: Raises.get_lock_value \(.*test_check.py, line \d+\) raised "
+            r"ZeroDivisionError",
+        ),
+        (
+            RaisesAboutResidency(),
+            FULL,
+            r"^RaisesAboutResidency.min_resident_ctas \(.*\) raised RuntimeError: nobody knows$",
+        ),
+        (
+            RaisesAboutShapes(),
+            FULL,
+            r"^RaisesAboutShapes.can_implement \(.*test_check.py, line \d+\) raised KeyError: 1$",
+        ),
+        (NotDecorated(), FULL, r"rule 3 .*NotDecorated: window would not enter equality.*@dataclass\(frozen=True\)"),
+        (SetsItself(5), FULL, r"rule 3 .*SetsItself: window would not enter equality"),
+        (ComparesNot(), FULL, r"rule 3 .*ComparesNot: window would not enter equality.*compare=False"),
         (
             WaitsForLater(),
             CAUSAL,
             r"rule 2 .*deadlock with 1 resident CTAs: tile \(n_block=0, .*\) \(work_idx 0\) waits at step 1 for "
-            r"lock value 1 of m_block=1, which stands at 0; n_block=1, whose turn it is, is claimed later \(work_idx 2\)",
+            r"lock value 1 of m_block=1, which stands at 0; n_block=1, whose turn it is, is claimed later \(work_idx 2\)\. "
+            r"To put it right, let get_work_tile claim .* or min_resident_ctas ask for more CTAs",
         ),
         (
             WaitsInARing(),
@@ -176,7 +229,7 @@ class LiesOnTheDevice(Base):
             FULL,
             r"rule 3 .*head_idx=1, batch_idx=0\), step 0: m_block is 1 in this batch and 0 alone, though it says",
         ),
-        (Branches(), FULL, r"rule 4 .*TypeError: .*no truth value"),
+        (Branches(), FULL, r"rule 4 .*Branches.get_m_block \(.*line \d+\) raised TypeError: .*no truth value"),
         (NegativeRemainder(), FULL, r"rule 4 .*ValueError: -4 % 4"),
         (LiesOnTheDevice(), FULL, r"rule 4 .*at step 0 give \(0, 1, 4\) on traced ints and \(0, 0, 4\) on the host"),
         (Shift(), CAUSAL, r"'shift' cannot implement ProblemShape"),
@@ -186,6 +239,15 @@ class LiesOnTheDevice(Base):
 def test_violation_is_named(schedule, shape, message):
     with pytest.raises(ScheduleError, match=message):
         check(schedule, shape)
+
+
+def test_class_attributes_without_annotation_are_no_fields():
+    """They belong to the class, which is part of a schedule's identity as its name is."""
+
+    class Constant(Base):
+        window = 3
+
+    assert find_violation(Constant(), FULL) is None
 
 
 def test_not_frozen():

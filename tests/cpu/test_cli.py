@@ -10,10 +10,12 @@ import pytest
 
 import cute_dash
 from cute_dash import cli, registry
+from cute_dash import compile as compile_module
 from cute_dash.cli import main
 from cute_dash.config import get_config
 
 ROOT = Path(__file__).parents[2]
+LISTING_STATUS = int(bool(registry.load_all()[1]))  # 1 where a user's own file in schedules/ is broken
 
 # claims KV tiles from left to right but adds from right to left: the first CTA waits for the last one
 DEADLOCKING = """
@@ -91,8 +93,8 @@ def test_tokens(text, tokens):
 
 def test_schedules_lists_every_schedule(capsys):
     status, rows = run_json(capsys, "schedules", "--mask", "full")
-    assert status == 0
-    assert [row["name"] for row in rows] == registry.available()
+    assert status == LISTING_STATUS
+    assert [row["name"] for row in rows] == list(registry.load_all()[0])
     by_name = {row["name"]: row for row in rows}
     assert by_name["unordered"]["ordered"] is False
     assert by_name["hybrid"]["batch_invariant"] is False
@@ -102,9 +104,9 @@ def test_schedules_lists_every_schedule(capsys):
 
 
 def test_schedules_table(capsys):
-    assert main(["schedules"]) == 0
+    assert main(["schedules"]) == LISTING_STATUS
     output = capsys.readouterr().out
-    assert all(name in output for name in registry.available())
+    assert all(name in output for name in registry.load_all()[0])
 
 
 @pytest.mark.parametrize("name", ["baseline", "auto"])
@@ -156,8 +158,12 @@ def test_analyze_gives_the_closed_form_of_the_paper(capsys):
     """Baseline on a full mask, m heads and n = 4 KV tiles: m*n*(c+r) + (n-1)*r, with 128 x 128 tiles."""
     shape = ["--mask", "full", "--seqlen-q", "512", "--heads", "3", "--head-dim", "64"]
     status, rows = run_json(capsys, "analyze", *shape, "--compute", "2", "--reduce", "0.5", "--num-sms", "4")
-    assert status == 0
+    assert status == LISTING_STATUS
     by_name = {row["schedule"]: row for row in rows}
+    makespans = [row["makespan"] for row in rows]
+    num_simulated = sum(makespan is not None for makespan in makespans)
+    assert makespans[:num_simulated] == sorted(makespans[:num_simulated]) and len(set(makespans)) > 2
+    assert makespans[num_simulated:] == [None] * (len(rows) - num_simulated)
     expected = 3 * 4 * (2 + 0.5) + (4 - 1) * 0.5
     assert by_name["baseline"]["critical_path"] == expected
     assert by_name["baseline"]["makespan"] == expected  # 4 SMs are what the closed form assumes
@@ -192,13 +198,24 @@ def test_analyze_of_nothing(capsys):
 
 
 def test_analyze_shows_a_deadlock_in_its_row(deadlocking, monkeypatch, capsys):
-    load = registry.load
-    monkeypatch.setattr(registry, "available", lambda: ["baseline", "broken"])
-    monkeypatch.setattr(registry, "load", lambda spec: load(deadlocking if spec == "broken" else spec))
-    status, rows = run_json(capsys, "analyze", "--seqlen-q", "1k", "--num-sms", "2")
-    assert status == 0
-    assert "deadlock" in rows[1]["note"] and rows[1]["makespan"] is None
-    assert rows[0]["makespan"] > 0
+    cli._search_current_folder()
+    loaded = {"broken": registry.load(deadlocking), "baseline": registry.load("baseline")}
+    monkeypatch.setattr(registry, "load_all", lambda: (loaded, {}))
+    # with 132 SMs every tile is resident, and nothing would wait forever; the rule asks for more
+    for num_sms in ("2", "132"):
+        status, rows = run_json(capsys, "analyze", "--seqlen-q", "1k", "--num-sms", num_sms)
+        assert status == 1
+        assert "deadlock" in rows[1]["note"] and rows[1]["makespan"] is None
+        assert rows[0]["makespan"] > 0
+    assert main(["analyze", "--seqlen-q", "1k"]) == 1
+    assert "cute-dash: broken: rule 2 (progress): deadlock" in capsys.readouterr().err
+
+
+def test_plot_of_a_schedule_that_breaks_a_rule(deadlocking, tmp_path, capsys):
+    argv = ["plot", deadlocking, "--seqlen-q", "1k", "--num-sms", "132", "-o", str(tmp_path / "picture.png")]
+    assert main(argv) == 1
+    assert "deadlocking breaks a rule, so it is not drawn: rule 2" in capsys.readouterr().err
+    assert not (tmp_path / "picture.png").exists()
 
 
 def test_plot_writes_a_picture(tmp_path, capsys):
@@ -220,14 +237,14 @@ def test_plot_that_cannot_be_written(output, tmp_path, monkeypatch, capsys):
 def test_plot_without_matplotlib_says_what_to_install():
     done = run_blocked(["plot", "baseline", "-o", "never-written.png"], "matplotlib")
     assert done.returncode == 2
-    assert "pip install 'cute-dash[plot]'" in done.stderr
+    assert f"pip install -e '{ROOT}[plot]'" in done.stderr
     assert not (ROOT / "never-written.png").exists()
 
 
 def test_plot_with_too_few_sms(tmp_path, capsys):
     argv = ["plot", "shift", "--mask", "full", "--num-sms", "2", "-o", str(tmp_path / "shift.png")]
     assert main(argv) == 1
-    assert "2 CTAs" in capsys.readouterr().err
+    assert "needs 16 resident CTAs for this shape, there are 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -235,7 +252,8 @@ def test_plot_with_too_few_sms(tmp_path, capsys):
 )
 def test_works_without_torch_and_dsl(argv):
     done = run_blocked(argv, "torch", "cutlass", "numpy")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (0 if argv[0] == "check" else LISTING_STATUS), done.stderr
+    assert done.stdout and "Traceback" not in done.stderr
 
 
 def test_demo_without_torch_says_so():
@@ -282,3 +300,223 @@ def test_compile_without_a_cache(monkeypatch, capsys):
     monkeypatch.setenv("CUTE_DASH_CACHE", "0")
     assert main(["compile"]) == 2
     assert "CUTE_DASH_CACHE=0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("--seqlen-q", "1.5k", "invalid token count '1.5k': it must be an integer of at least 1, such as 1000 or 4k"),
+        ("--seqlen-k", "k", "invalid token count 'k'"),
+        ("--seqlen-q", "-4", "invalid token count '-4'"),
+        ("--batch", "two", "invalid count 'two': it must be an integer of at least 1"),
+        ("--compute", "fast", "invalid time 'fast': it must be a finite number of at least 0"),
+        ("--latency", "-1", "invalid time '-1'"),
+    ],
+)
+def test_wrong_values_are_named(option, text, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["analyze", f"{option}={text}"])
+    assert stop.value.code == 2
+    assert f"argument {option}: {message}" in capsys.readouterr().err
+
+
+# Files that are no schedules
+
+BAD_FILES = {
+    "bad_syntax": "def f(:\n",
+    "bad_import": "import no_such_dependency\n",
+    "bad_raises": DEADLOCKING.replace('"deadlocking"', '"bad_raises"').replace("return shape", "return 1 // 0, shape"),
+    "bad_shapes": DEADLOCKING.replace('"deadlocking"', '"bad_shapes"').replace(
+        "def get_lock_value(self, m_block, tile, shape):", "def can_implement(self, shape):\n        return 1 // 0"
+    ),
+}
+
+
+@pytest.fixture
+def bad_files(tmp_path, monkeypatch):
+    """BAD_FILES lie in a second folder of the package `schedules`."""
+    import schedules
+
+    for name, source in BAD_FILES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setattr(schedules, "__path__", [*schedules.__path__, str(tmp_path)])
+    yield
+    for name in BAD_FILES:
+        sys.modules.pop(f"schedules.{name}", None)
+
+
+def test_bad_files_do_not_hide_the_good_ones(bad_files, capsys):
+    for command in (["schedules"], ["analyze", "--seqlen-q", "512"]):
+        assert main([*command, "--json"]) == 1
+        captured = capsys.readouterr()
+        rows = {row.get("name") or row["schedule"]: row for row in json.loads(captured.out)}
+        assert {"baseline", "shift", "auto"} <= set(rows)
+        lines = captured.err.splitlines()
+        expected = set(BAD_FILES) - ({"bad_raises"} if command == ["schedules"] else set())
+        for name in expected:
+            (line,) = [line for line in lines if f"{name}.py" in line]
+            assert line.startswith("cute-dash: ")
+        assert not any("cannot order" in str(rows.get(name)) for name in BAD_FILES)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bad_syntax", "bad_syntax.py: SyntaxError: "),
+        ("bad_import", "bad_import.py: ModuleNotFoundError: No module named 'no_such_dependency'"),
+        ("bad_raises", "Deadlocking.get_lock_value ({}bad_raises.py, line 11) raised ZeroDivisionError"),
+        ("bad_shapes", "Deadlocking.can_implement ({}bad_shapes.py, line 11) raised ZeroDivisionError"),
+    ],
+)
+def test_check_and_plot_of_a_bad_file(bad_files, name, message, tmp_path, capsys):
+    for command in (["check", name], ["plot", name, "-o", str(tmp_path / "picture.png")]):
+        assert main(command) == 1
+        captured = capsys.readouterr()
+        (line,) = (captured.out + captured.err).splitlines()
+        assert message.format(f"{tmp_path}/") in line
+
+
+def test_shadowed_package(monkeypatch, capsys):
+    def shadowed():
+        raise registry.ShadowedPackageError("`import schedules` finds schedules/__init__.py")
+
+    monkeypatch.setattr(registry, "_packaged", shadowed)
+    for command in (["schedules"], ["analyze"], ["check", "baseline"], ["demo"], ["compile"]):
+        assert main(command) == 1
+        assert capsys.readouterr().err == "cute-dash: `import schedules` finds schedules/__init__.py\n"
+
+
+def test_a_package_called_schedules_in_the_current_folder_hides_nothing(tmp_path):
+    """As with the console script, which does not search the current folder, and an install by an import hook."""
+    (tmp_path / "schedules").mkdir()
+    (tmp_path / "schedules" / "__init__.py").touch()
+    code = (
+        "import sys; sys.path[:] = [entry for entry in sys.path if entry]\n"
+        "import importlib.machinery\n"
+        "class Hook:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        return importlib.machinery.PathFinder.find_spec(name, [{str(ROOT)!r}])\n"
+        "sys.meta_path.append(Hook)\n"
+        "from cute_dash.cli import main\n"
+        "sys.exit(main(['check', 'baseline', '--seqlen-q', '300']))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+# What takes long
+
+
+def test_what_takes_long_says_so_and_what_does_not_is_silent(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "SLOW_S", 60)
+    assert main(["check", "baseline"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(cli, "SLOW_S", 0.01)
+    assert main(["check", "baseline", "--seqlen-q", "4k"]) == 0
+    captured = capsys.readouterr()
+    assert "checking baseline for causal mask, 4096 x 4096 tokens" in captured.err
+    assert len(captured.out.splitlines()) == 1
+
+
+# Compiling, without the compiler
+
+BRANCHING = DEADLOCKING.replace(
+    "def get_lock_value(self, m_block, tile, shape):",
+    "def get_m_block(self, step, tile, shape):\n        if step > 0:\n            return super().get_m_block(step, tile, shape)",
+).replace("shape.get_n_block_max(m_block) - 1 - tile.n_block", "super().get_m_block(step, tile, shape)")
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A cache folder of its own, and a compiler that stores an empty kernel for what may be stored."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(folder))
+    monkeypatch.setattr(compile_module, "_sources_changed", lambda: False)
+    compiled = []
+
+    def get_backward(key):
+        compiled.append(key)
+        if key.is_cacheable():
+            (folder / f"{key.digest()}.o").touch()
+
+    monkeypatch.setattr(compile_module, "get_backward", get_backward)
+    return compiled
+
+
+def test_compile_takes_names_and_says_how_they_are_launched(compiler, tmp_path, capsys):
+    assert main(["compile", "shift", "--schedule", "baseline", "--mask", "full", "--head-dim", "64"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    launches = sorted((line.split(", ")[3].split("(")[0], line.split(", ")[-1].split(":")[0]) for line in lines)
+    assert launches == [("Baseline", "plain launch"), ("Shift", "cooperative launch"), ("Shift", "plain launch")]
+    assert last == f"3 kernel(s) in {tmp_path / 'cache'}" and len(compiled_names(compiler)) == 3
+
+
+def compiled_names(compiler):
+    return [key.schedule.name for key in compiler]
+
+
+def test_compile_says_why_there_is_nothing_to_compile(compiler, capsys):
+    assert main(["compile", "--schedule", "shift", "--mask", "causal", "--head-dim", "64"]) == 1
+    assert "shift: nothing to compile for head dim 64, causal: it cannot order this mask" in capsys.readouterr().out
+    assert compiler == []
+
+
+def test_compile_checks_first(compiler, deadlocking, tmp_path, capsys):
+    (tmp_path / "branching_schedule.py").write_text(BRANCHING)
+    for spec, message in ((deadlocking, "rule 2 (progress): deadlock"), ("branching_schedule:SCHEDULE", "rule 4")):
+        assert main(["compile", spec, "baseline", "--mask", "full", "--head-dim", "64"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"cute-dash: {spec}: not compiled: {message}")
+    sys.modules.pop("branching_schedule")
+    assert compiled_names(compiler) == ["baseline", "baseline"]
+
+
+def test_compile_into_a_folder_that_cannot_be_written(compiler, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(tmp_path / "file" / "x"))
+    assert main(["compile", "baseline", "--mask", "full", "--head-dim", "64"]) == 1
+    captured = capsys.readouterr()
+    assert "kernel(s)" not in captured.out and compiler == []
+    assert f"nothing can be stored in {tmp_path / 'file' / 'x'}" in captured.err
+
+
+def test_compile_that_stores_nothing_fails(compiler, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(compile_module, "get_backward", lambda key: None)  # a disk that is full, say
+    assert main(["compile", "baseline", "--mask", "full", "--head-dim", "64"]) == 1
+    output = capsys.readouterr().out
+    assert "NOT stored" in output and f"0 kernel(s) in {tmp_path / 'cache'}, of 1" in output
+
+
+def test_compile_of_a_schedule_from_elsewhere_says_that_it_is_not_stored(compiler, tmp_path, monkeypatch, capsys):
+    source = DEADLOCKING.replace("shape.get_n_block_max(m_block) - 1 - tile.n_block", "tile.n_block")
+    (tmp_path / "from_elsewhere.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["compile", "from_elsewhere:SCHEDULE", "--mask", "full", "--head-dim", "64"]) == 0
+    sys.modules.pop("from_elsewhere")
+    output = capsys.readouterr().out
+    assert "not stored: only schedules of the package `schedules`" in output
+    assert f"0 kernel(s) in {tmp_path / 'cache'}, of 1" in output
+
+
+def test_an_error_of_the_dsl_is_one_plain_line(compiler, monkeypatch, capsys):
+    def fail(key):
+        key.schedule.get_m_block(None, None, None)  # as the DSL does while it traces
+
+    class TracingError(Exception):
+        pass
+
+    def get_m_block(self, step, tile, shape):
+        raise TracingError(
+            "\n\x1b[91m\x1b[1merror:\x1b[0m no boolean here\n \x1b[94m-->\x1b[0m x.py:3\nDecorate it with @jit"
+        )
+
+    monkeypatch.setattr(compile_module, "get_backward", fail)
+    monkeypatch.setattr(cli, "_check_small", lambda schedule, config: None)
+    monkeypatch.setattr(type(registry.load("baseline")), "get_m_block", get_m_block)
+    assert main(["compile", "baseline", "--mask", "full", "--head-dim", "64"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Baseline.get_m_block (" in line and "raised TracingError: error: no boolean here. " in line
+    assert "cute_dash.ints.where" in line and "`cute-dash check baseline`" in line
+    assert "\x1b" not in line and "@jit" not in line

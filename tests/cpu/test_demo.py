@@ -9,9 +9,9 @@ import torch
 
 from bench.cells import standard_cell
 from cute_dash import cli, demo, emulator, registry
-from cute_dash.demo import NUM_RUNS, KernelResult, Row
-from cute_dash.schedule import Selector
+from cute_dash.demo import NUM_RUNS, KernelResult, Result, Row
 
+USABLE = set(registry.load_all()[0])  # a user's own file may be among them
 ROW = Row("full", "baseline", True, 15.75, 0.5, 0.002, 0.005, NUM_RUNS)
 KERNEL = KernelResult(ms=2.0, tflops=500.0, ratio_to_unordered=1.05, equal_runs=NUM_RUNS)
 
@@ -25,12 +25,18 @@ def small(monkeypatch):
 
 
 def test_rows(small, capsys):
-    assert cli.main(["demo", "--json"]) == 0
+    assert cli.main(["demo", "--json"]) == int(bool(registry.load_all()[1]))
     captured = capsys.readouterr()
     rows = json.loads(captured.out)
-    concrete = {name for name in registry.available() if not isinstance(registry.load(name), Selector)}
-    expected = {("full", name) for name in concrete - {"symmetric_shift"}}
-    expected |= {("causal", name) for name in concrete - {"shift"}}
+    shape = demo.MODEL.shape
+    expected = {
+        (mask, name)
+        for mask in demo.MASKS
+        for name in USABLE
+        if registry.load(name).can_implement(shape(mask == "causal"))
+    }
+    assert {("full", "shift"), ("full", "auto"), ("causal", "auto"), ("causal", "symmetric_shift")} <= expected
+    assert not {("causal", "shift"), ("full", "symmetric_shift")} & expected
     assert {(row["mask"], row["schedule"]) for row in rows} == expected
     assert len(rows) == len(expected)
     for row in rows:
@@ -42,7 +48,7 @@ def test_rows(small, capsys):
     (baseline,) = [row for row in rows if (row["mask"], row["schedule"]) == ("full", "baseline")]
     c, r = demo.COMPUTE, demo.REDUCE
     assert baseline["critical_path"] == 2 * 4 * (c + r) + (4 - 1) * r
-    assert len(captured.err.splitlines()) == len(rows)  # a line of progress for each
+    assert len([line for line in captured.err.splitlines() if "model and emulator" in line]) == len(rows)
 
 
 def test_wrong_gradients_fail(small, monkeypatch, capsys):
@@ -98,14 +104,14 @@ def test_verdict(row, passed):
 
 
 def test_report_with_a_gpu_shows_the_kernel():
-    text = demo.report([replace(ROW, kernel=KERNEL)])
+    text = demo.report(Result((replace(ROW, kernel=KERNEL),)))
     assert "TFLOPS" in text and "2.000" in text and "1.05" in text
     assert "not run" not in text
 
 
 def test_report_without_a_gpu_says_why(monkeypatch):
     monkeypatch.setattr(demo, "why_no_hopper", lambda: "the GPU is on holiday")
-    text = demo.report([ROW])
+    text = demo.report(Result((ROW,)))
     assert "the GPU is on holiday" in text
     assert "TFLOPS" not in text
 
@@ -116,3 +122,40 @@ def test_flops_are_those_of_the_bench(causal):
     cell = standard_cell(size.head_dim, "causal" if causal else "full", size.seqlen)
     assert (cell.batch, cell.heads) == (size.batch, size.num_heads)
     assert size.flops(causal) == cell.flops
+
+
+@pytest.mark.parametrize(
+    ("result", "passed", "text"),
+    [
+        (Result((ROW,)), True, "All gradients right"),
+        (Result(()), False, "FAILED: there was no schedule to show"),
+        (Result((ROW,), broken=("schedules/bad.py: oops",)), False, "FAILED: schedules/bad.py: oops"),
+        (Result((ROW,), left_out=("shift on the causal mask: no",)), True, "left out: shift on the causal mask: no"),
+    ],
+    ids=["good", "no rows", "a bad file", "left out"],
+)
+def test_result(result, passed, text):
+    assert result.passed is passed
+    report = demo.report(result)
+    assert text in report
+    assert ("All gradients right" in report) is passed
+
+
+def test_what_has_no_row_is_named(small, monkeypatch):
+    class Raises(type(registry.load("baseline"))):
+        def get_lock_value(self, m_block, tile, shape):
+            return 1 // 0
+
+    loaded = {name: registry.load(name) for name in ("shift", "auto")} | {"raises": Raises()}
+    monkeypatch.setattr(registry, "load_all", lambda: (loaded, {"bad": "schedules/bad.py: oops"}))
+    result = demo.run(lambda text: None)
+    assert {(row.mask, row.schedule) for row in result.rows} == {
+        ("full", "shift"),
+        ("full", "auto"),
+        ("causal", "auto"),
+    }
+    assert result.left_out == ("shift on the causal mask: it orders the full mask only",)
+    assert result.broken[0] == "schedules/bad.py: oops"
+    assert len(result.broken) == 3 and all("ZeroDivisionError" in line for line in result.broken[1:])
+    assert "auto on the causal mask: symmetric_shift (model)" in result.selected[1]  # 4 KV tiles
+    assert not result.passed

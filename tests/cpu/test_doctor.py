@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -120,7 +121,8 @@ def test_dsl_range_is_that_of_the_package():
 
 
 def test_every_extra_that_the_doctor_recommends_exists():
-    extras = set(re.findall(r"cute-dash\[(\w+)\]", (ROOT / "cute_dash" / "doctor.py").read_text()))
+    sources = [(ROOT / "cute_dash" / name).read_text() for name in ("doctor.py", "cli.py")]
+    extras = set(re.findall(r"install_command\('(\w+)'\)", "".join(sources)))
     section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
     assert extras
     assert extras <= set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
@@ -135,3 +137,22 @@ def test_cache_folder(tmp_path, monkeypatch):
     assert doctor._cache_folder() == doctor.Finding("kernel cache", f"{tmp_path / 'new'} (0 kernels)")
     monkeypatch.setenv("CUTE_DASH_CACHE", "0")
     assert "CUTE_DASH_CACHE=0" in doctor._cache_folder().limit
+
+
+def test_extras_are_installed_from_the_checkout_or_from_the_index(tmp_path, monkeypatch):
+    assert doctor.install_command("plot") == shlex.join([sys.executable, "-m", "pip", "install", "-e", f"{ROOT}[plot]"])
+    monkeypatch.setattr(doctor.cute_dash, "__file__", str(tmp_path / "cute_dash" / "__init__.py"))
+    assert doctor.install_command("plot") == f"{sys.executable} -m pip install 'cute-dash[plot]'"
+
+
+def test_schedules_that_cannot_be_used_are_named(monkeypatch):
+    monkeypatch.setattr(doctor.registry, "load_all", lambda: ({"baseline": None}, {"bad": "schedules/bad.py: oops"}))
+    finding = doctor._schedules()
+    assert finding.broken and finding.found == "1 (baseline)" and "schedules/bad.py: oops" in finding.limit
+
+    def shadowed():
+        raise doctor.registry.ShadowedPackageError("another package")
+
+    monkeypatch.setattr(doctor.registry, "load_all", shadowed)
+    finding = doctor._schedules()
+    assert finding.broken and "another package" in finding.limit

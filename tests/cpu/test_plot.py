@@ -50,3 +50,30 @@ def test_other_suffix(timeline, tmp_path, name):
     with pytest.raises(ValueError, match=r"must end in one of .png, .svg"):
         plot(timeline, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+def _size(path):
+    """Width and height of an SVG in points."""
+    root = ElementTree.parse(path).getroot()
+    return float(root.get("width").removesuffix("pt")), float(root.get("height").removesuffix("pt"))
+
+
+def test_only_ctas_with_work_are_drawn(tmp_path, monkeypatch):
+    """Two heads of 4 KV tiles are 8 work tiles: of 132 CTAs, 8 have one, and the chart is no higher than without the
+    others."""
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    shape = ProblemShape(1, 2, 4, 4, 1, 1, causal=True)
+    for num_sms in (8, 132):
+        plot(simulate(Baseline(), shape, num_sms=num_sms, compute=4, reduce=1), tmp_path / f"{num_sms}.svg")
+    assert _size(tmp_path / "132.svg") == _size(tmp_path / "8.svg")
+    assert "8 of 132 CTAs have work" in (tmp_path / "132.svg").read_text()
+    assert "CTAs have work" not in (tmp_path / "8.svg").read_text()
+
+
+def test_a_chart_of_many_ctas_fits_a_screen(tmp_path):
+    shape = ProblemShape(1, 132, 1, 1, 1, 1, causal=False)
+    plot(simulate(Baseline(), shape, num_sms=132, compute=4, reduce=1), tmp_path / "chart.svg")
+    _, height = _size(tmp_path / "chart.svg")
+    assert height <= 14 * 72

@@ -1,8 +1,10 @@
 """Finding schedules: the scanned package, entry points, "module:ATTR", and what is said when there is none."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule
 from schedules.shift import Shift
 
+ROOT = Path(__file__).parents[2]
 SHIPPED = {
     *("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid"),
     *("auto", "auto_invariant", "unordered"),
@@ -129,11 +132,71 @@ def test_not_a_schedule():
         registry.load(3)
 
 
-def test_an_import_error_inside_a_schedule_is_not_hidden(drop_in, tmp_path):
+BROKEN = [
+    ("import no_such_dependency", r"ModuleNotFoundError: No module named 'no_such_dependency' \(.*broken.py, line 1\)"),
+    ("x = (\n", r"SyntaxError: .* \(.*broken.py, line 1\)"),
+    ("def f():\n    return 1 / 0\nf()", r"ZeroDivisionError: division by zero \(.*broken.py, line 2\)"),
+    ("raise SystemExit(3)", r"SystemExit: 3"),
+    ("x = 1", r"it has no SCHEDULE"),
+    ("SCHEDULE = 3", r"SCHEDULE is no Schedule: it lacks"),
+    (SOURCE.format(name="another"), r"schedule 'broken' calls itself 'another'"),
+    (
+        SOURCE.format(name="broken").replace("(frozen=True)", "").replace("(DenseSchedule)", ""),
+        r"SCHEDULE is no Schedule",
+    ),
+    (
+        SOURCE.format(name="broken")
+        .replace("@dataclass(frozen=True)\n", "")
+        .replace("    name:", "    n: int = 3\n    name:"),
+        r"rule 3 \(purity\): Mine: n would not enter equality and hash",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), BROKEN)
+def test_a_broken_file_is_named_and_hides_no_other(drop_in, tmp_path, source, message):
     drop_in("broken", "broken")
-    (tmp_path / "broken.py").write_text("import no_such_dependency")
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+    (tmp_path / "broken.py").write_text(source)
+    with pytest.raises(registry.ScheduleFileError, match=r"broken\.py: " + message) as error:
         registry.load("broken")
+    assert "\n" not in str(error.value)
+    loaded, broken = registry.load_all()
+    assert SHIPPED <= set(loaded)
+    assert broken["broken"] == str(error.value)
+
+
+def test_every_file_in_schedules_is_a_schedule():
+    """Of the shipped files, and of those that a user has added: a bad one is named here."""
+    assert registry.load_all()[1] == {}
+
+
+def test_an_error_in_the_module_of_an_attribute_is_named(drop_in, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(registry.ScheduleFileError, match=r"'elsewhere:X': ZeroDivisionError: .*elsewhere.py, line 1"):
+        registry.load("elsewhere:X")
+
+
+@pytest.mark.parametrize(
+    "files", [["schedules/__init__.py", "schedules/mine.py"], ["schedules.py"]], ids=["package", "module"]
+)
+def test_another_package_of_the_same_name_is_refused(tmp_path, files):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for command in ("available()", "load('baseline')"):
+        code = f"import sys; sys.path.append({str(ROOT)!r}); from cute_dash import registry; registry.{command}"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        last = done.stderr.splitlines()[-1]
+        assert "ShadowedPackageError: `import schedules` finds schedules" in last and "rename that package" in last
+
+
+def test_an_object_that_breaks_equality_is_refused():
+    class Undecorated(Shift):
+        extra: int = 3
+
+    with pytest.raises(ValueError, match="rule 3 .*extra would not enter equality"):
+        registry.load(Undecorated())
 
 
 def test_resolve_selects_a_concrete_schedule():
@@ -144,5 +207,7 @@ def test_resolve_selects_a_concrete_schedule():
 
 
 def test_resolve_refuses_a_mask_that_the_schedule_cannot_order():
-    with pytest.raises(ValueError, match="'shift' cannot implement ProblemShape.*causal=True"):
+    with pytest.raises(
+        ValueError, match="'shift' cannot implement ProblemShape.*causal=True.*: it orders the full mask only"
+    ):
         registry.resolve("shift", CAUSAL)
