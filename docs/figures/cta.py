@@ -1,0 +1,124 @@
+"""The main kernel's CTA: warps, rings, named barriers, shared and global memory. Positions are drawn by hand."""
+
+from typing import Any
+
+from cute_dash.config import CONVERT_STAGES, get_config
+
+# what the boxes say of stages and warpgroups is the same in every configuration
+CONFIG = get_config(64, True)
+WARP, RING, BUFFER, GLOBAL = "#dbe9f6", "#e5f2df", "#fdf1d3", "#eeeeee"
+DATA, SYNC, TURN = "#333333", "#2166ac", "#b2182b"
+
+# name: (x, y, width, height, colour, text); the first line of a text is bold
+BOXES: dict[str, tuple[float, float, float, float, str, str]] = {
+    "inputs": (0.0, 6.9, 1.9, 2.6, GLOBAL, "inputs\nQ, K, V, dO\nLSE, dPsum\n(from preprocess)"),
+    "load": (2.6, 8.3, 2.6, 1.2, WARP, "LOAD\nwarp 0: TMA"),
+    "even": (7.6, 8.3, 2.5, 1.2, WARP, "STORE_DQ_EVEN\nwarp 1: even steps"),
+    "odd": (10.3, 8.3, 2.5, 1.2, WARP, "STORE_DQ_ODD\nwarp 2: odd steps"),
+    "convert": (13.2, 8.3, 2.5, 1.2, WARP, "CONVERT_DQ\nwarp 3"),
+    "ring_Q": (2.2, 4.7, 1.5, 1.6, RING, f"ring_Q\nsQ, sLSE\n{CONFIG.num_stages} stages"),
+    "ring_dO": (3.85, 4.7, 1.5, 1.6, RING, f"ring_dO\nsdO, sdPsum\n{CONFIG.num_stages} stages"),
+    "ring_KV": (5.5, 4.7, 1.5, 1.6, RING, "ring_KV\nsK, sV\n1 stage"),
+    "ring_work": (7.2, 4.7, 1.3, 1.6, RING, "ring_work\nsWork\nclaims"),
+    "sdS": (8.7, 4.7, 1.3, 1.6, BUFFER, f"sdS\n{CONFIG.num_stages} stages"),
+    "sdQ": (10.2, 4.7, 1.6, 1.6, BUFFER, "sdQ\nfp32 staging\n1 stage"),
+    "pieces": (13.2, 4.7, 2.5, 1.6, RING, f"ring_pieces\nsPieces: {CONVERT_STAGES} of dQaccum\nsdQ_out: 16-bit tile"),
+    "mma0": (2.2, 1.0, 4.6, 1.7, WARP, "MMA warpgroup 0\nkeys 0 .. 63 of the tile\nS, dP, dV, dQ, dK"),
+    "mma1": (7.2, 1.0, 4.6, 1.7, WARP, "MMA warpgroup 1\nkeys 64 .. 127 of the tile\nS, dP, dV, dQ, dK"),
+    "dKV": (0.0, 1.0, 1.6, 1.7, GLOBAL, "dK, dV\nTMA, through\nsK and sV"),
+    "semaphore": (16.5, 8.6, 2.1, 0.9, GLOBAL, "semaphore\none per dQ tile"),
+    "counter": (16.5, 7.4, 2.1, 0.9, GLOBAL, "counter\nwork tiles claimed"),
+    "dQaccum": (16.5, 5.2, 2.1, 0.9, GLOBAL, "dQaccum\nfp32, register order"),
+    "dQ": (16.5, 3.8, 2.1, 0.9, GLOBAL, "dQ\n16 bit"),
+}
+
+# (points, colour, label, label position)
+Point = tuple[float, float]
+ARROWS: list[tuple[list[Point], str, str, Point]] = [
+    ([(1.9, 8.9), (2.6, 8.9)], DATA, "", (0, 0)),
+    ([(2.95, 8.3), (2.95, 6.3)], DATA, "full: bytes", (2.05, 7.3)),
+    ([(4.4, 8.3), (4.4, 6.3)], DATA, "", (0, 0)),
+    ([(5.0, 8.3), (5.0, 7.0), (6.25, 7.0), (6.25, 6.3)], DATA, "", (0, 0)),
+    ([(2.95, 4.7), (2.95, 2.7)], DATA, "", (0, 0)),
+    ([(4.6, 4.7), (4.6, 2.7)], DATA, "", (0, 0)),
+    ([(6.1, 4.7), (6.1, 2.7)], DATA, "", (0, 0)),
+    ([(3.45, 2.7), (3.45, 4.7)], SYNC, "empty:\nafter dK", (3.55, 3.7)),
+    ([(5.1, 2.7), (5.1, 4.7)], SYNC, "empty:\nafter dV", (5.2, 3.7)),
+    ([(6.6, 2.7), (6.6, 4.7)], SYNC, "empty: dK, dV\nhave left sK, sV", (6.7, 3.4)),
+    ([(2.2, 1.4), (1.6, 1.4)], DATA, "", (0, 0)),
+    ([(8.1, 8.3), (8.1, 6.3)], SYNC, "full: claim", (6.95, 7.4)),
+    ([(7.85, 4.7), (7.85, 4.2)], SYNC, "to all warps", (7.2, 4.05)),
+    ([(9.1, 2.7), (9.1, 4.7)], DATA, "", (0, 0)),
+    ([(9.6, 4.7), (9.6, 2.7)], SYNC, "PdS: both\nhalves of\ndS staged", (9.68, 3.7)),
+    ([(10.9, 2.7), (10.9, 4.7)], DATA, "", (0, 0)),
+    ([(11.0, 6.3), (11.0, 8.3)], SYNC, "dQFull\n[warpgroup][parity]", (9.05, 7.3)),
+    ([(12.2, 8.3), (12.2, 1.9), (11.8, 1.9)], SYNC, "dQEmpty[warpgroup]:\nsdQ has been read", (12.3, 3.3)),
+    ([(11.8, 5.6), (12.6, 5.6), (12.6, 6.8), (16.1, 6.8), (16.1, 5.8), (16.5, 5.8)], DATA, "store, add", (12.7, 6.95)),
+    ([(12.8, 8.7), (13.2, 8.7)], SYNC, "ring_done", (12.45, 8.14)),
+    (
+        [(11.9, 9.5), (11.9, 9.95), (17.6, 9.95), (17.6, 9.5)],
+        TURN,
+        "wait for the lock value, pass the turn on",
+        (12.2, 10.1),
+    ),
+    ([(9.0, 9.5), (9.0, 10.45), (19.0, 10.45), (19.0, 7.85), (18.6, 7.85)], TURN, "claim (atomic add)", (9.2, 10.6)),
+    ([(16.5, 5.4), (15.7, 5.4)], DATA, "", (0, 0)),
+    ([(13.9, 6.3), (13.9, 8.3)], DATA, "fp32", (13.35, 7.5)),
+    ([(14.9, 8.3), (14.9, 6.3)], DATA, "scaled,\nrounded", (14.98, 7.4)),
+    ([(13.6, 4.7), (13.6, 4.25), (16.5, 4.25)], DATA, "TMA", (15.9, 4.1)),
+]
+
+
+def draw() -> Any:
+    """The diagram as a matplotlib figure."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 8.2))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(-0.3, 19.3), ylim=(-0.1, 11.0))
+    axes.axis("off")
+    _draw_frame(axes, (2.35, 8.0, 13.6, 1.85), "producer warpgroup")
+    _draw_frame(axes, (2.0, 4.4, 13.9, 2.15), "shared memory")
+    _draw_frame(axes, (2.0, 0.55, 10.0, 2.4), "consumer warpgroups")
+    for points, color, label, (x, y) in ARROWS:
+        _draw_arrow(axes, points, color)
+        if label:
+            axes.text(x, y, label, color=color, fontsize=8, ha="left", va="center")
+    for x, y, width, height, color, text in BOXES.values():
+        _draw_box(axes, (x, y, width, height), color, text)
+    for x, color, text in (
+        (4.4, DATA, "data"),
+        (6.0, SYNC, "mbarrier or named barrier"),
+        (9.9, TURN, "global counter"),
+    ):
+        axes.plot((x, x + 0.5), (0.2, 0.2), color=color, linewidth=1.6)
+        axes.text(x + 0.6, 0.2, text, fontsize=8.5, va="center", color=color)
+    return figure
+
+
+def _draw_frame(axes: Any, place: tuple[float, float, float, float], title: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    x, y, width, height = place
+    axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="#999999", linestyle=(0, (3, 3)), zorder=0))
+    axes.text(x + width - 0.08, y + 0.06, title, fontsize=8.5, color="#777777", ha="right", va="bottom", style="italic")
+
+
+def _draw_box(axes: Any, place: tuple[float, float, float, float], color: str, text: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    x, y, width, height = place
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="#444444", linewidth=1, zorder=3))
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+        top = y + height / 2 + 0.32 * (len(lines) - 1) / 2 - 0.32 * i
+        weight = "bold" if i == 0 else "normal"
+        axes.text(x + width / 2, top, line, fontsize=8.5, weight=weight, ha="center", va="center", zorder=4)
+
+
+def _draw_arrow(axes: Any, points: list[Point], color: str) -> None:
+    """A line through `points` with a head at the last one."""
+    xs, ys = zip(*points, strict=True)
+    axes.plot(xs[:-1], ys[:-1], color=color, linewidth=1.2, zorder=2)
+    style = {"arrowstyle": "-|>", "color": color, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", xy=points[-1], xytext=points[-2], arrowprops=style, zorder=2)
