@@ -28,10 +28,10 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
     dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial is staged
     dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer has been read
 
-CTAs are persistent and claim work tiles from an atomic counter in tile order, each when it has nothing left to wait for,
-so a tile that waits for earlier-claimed tiles only can never wait for one that no CTA works on. The order of additions
-to dQ is kept by `semaphore`; lock value 0 stores instead of adding, so dQaccum is never zero-filled. Everything the
-schedule decides is asked of `self.schedule` through the protocol; the kernel knows no schedule.
+CTAs are persistent and claim work tiles from an atomic counter in tile order, each when it has nothing left to wait
+for, so a tile that waits for earlier-claimed tiles only can never wait for one that no CTA works on. The order of
+additions to dQ is kept by `semaphore`; lock value 0 stores instead of adding, so dQaccum is never zero-filled.
+Everything the schedule decides is asked of `self.schedule` through the protocol; the kernel knows no schedule.
 
 Sources: FlashAttention-2 and -3 papers (tiling, warp specialization), DASH (arXiv 2601.21824; order as a schedule).
 """

@@ -1,0 +1,127 @@
+"""The kernel's claim protocol, modelled: two store warps per CTA, one staging buffer, claims from a counter.
+
+`check` assumes that a CTA claims a tile only when it has no turn left to wait for. The kernel has two store warps that
+each run ahead on their own steps, so whether it keeps that promise depends on when the claim is made. This model makes
+every event of a store warp a separate step and runs them in random order; a claim one event too early is the negative
+control, and deadlocks.
+"""
+
+import random
+from collections import Counter, deque
+
+import pytest
+
+from cute_dash import registry
+from cute_dash.config import get_config
+from cute_dash.problem import ProblemShape
+from cute_dash.validation import TESTED_SCHEDULES
+
+ORDERED = sorted(TESTED_SCHEDULES - {"unordered"})
+
+
+class Cta:
+    """What one CTA's store warps have left to do, and how far its staging buffer is.
+
+    A step of the running number `it` belongs to warp it % 2, which takes its turn, adds and releases, in this order, and
+    then only looks at its next step. Steps are staged one after the other: the buffer must have been read.
+    """
+
+    def __init__(self):
+        self.steps = (deque(), deque())  # of each warp: (it, dQ tile, lock value, last of its work tile)
+        self.holds_turn = [False, False]
+        self.num_steps = 0
+        self.num_added = 0
+        self.claims_left = 1  # a CTA begins with a claim, and makes another where its protocol says so
+
+    def take(self, schedule, shape, work_idx):
+        tile = schedule.get_work_tile(work_idx, shape)
+        num_steps = schedule.get_num_steps(tile, shape)
+        for step in range(num_steps):
+            m_block = schedule.get_m_block(step, tile, shape)
+            target = (tile.batch_idx, tile.head_idx, m_block)
+            lock_value = schedule.get_lock_value(m_block, tile, shape)
+            self.steps[self.num_steps % 2].append((self.num_steps, target, lock_value, step == num_steps - 1))
+            self.num_steps += 1
+
+
+class Kernel:
+    """All CTAs of a launch. `claim_after` is the event of a tile's last step that claims the next: "turn" or "add"."""
+
+    def __init__(self, schedule, shape, num_ctas, claim_after):
+        self.schedule, self.shape, self.claim_after = schedule, shape, claim_after
+        self.ctas = [Cta() for _ in range(num_ctas)]
+        self.semaphores = Counter()
+        self.num_claimed = 0
+
+    def enabled(self):
+        """The events that can happen now, as (cta, event, warp)."""
+        for cta in self.ctas:
+            if cta.claims_left and self.num_claimed < self.shape.num_work_tiles:
+                yield cta, "claim", None
+            for warp in (0, 1):
+                if not cta.steps[warp]:
+                    continue
+                it, target, lock_value, _ = cta.steps[warp][0]
+                if not cta.holds_turn[warp]:
+                    if self.semaphores[target] == lock_value:
+                        yield cta, "turn", warp
+                elif cta.num_added == it:  # the steps before have left the staging buffer
+                    yield cta, "add", warp
+
+    def happen(self, cta, event, warp):
+        if event == "claim":
+            cta.claims_left -= 1
+            cta.take(self.schedule, self.shape, self.num_claimed)
+            self.num_claimed += 1
+            return
+        _, target, _, last = cta.steps[warp][0]
+        if event == "turn":
+            cta.holds_turn[warp] = True
+        else:  # adding and passing the turn on need no other CTA, so they are one event
+            cta.num_added += 1
+            cta.holds_turn[warp] = False
+            self.semaphores[target] += 1
+            cta.steps[warp].popleft()
+        if last and event == self.claim_after:
+            cta.claims_left += 1
+
+    def run(self, rng):
+        """True if every work tile was finished, False if no event was left before."""
+        while events := list(self.enabled()):
+            self.happen(*rng.choice(events))
+        return self.num_claimed == self.shape.num_work_tiles and not any(any(cta.steps) for cta in self.ctas)
+
+
+def shape_of(seqlen_q, seqlen_k, num_heads, head_dim, causal):
+    config = get_config(head_dim, causal)
+    return ProblemShape(1, num_heads, seqlen_q, seqlen_k, config.tile_m, config.tile_n, causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ORDERED)
+def test_no_timing_deadlocks_the_kernels_claims(name, causal):
+    rng = random.Random(name)
+    schedule = registry.load(name)
+    for seqlen_q, seqlen_k in ((384, 384), (300, 300), (1000, 1000), (520, 900), (900, 520), (100, 700)):
+        shape = shape_of(seqlen_q, seqlen_k, 3, 64, causal)
+        if not schedule.can_implement(shape):
+            continue
+        residents = schedule.min_resident_ctas(shape)
+        for num_ctas in {residents, residents + 1, residents + 3, 20}:
+            for _ in range(5):
+                assert Kernel(schedule, shape, num_ctas, "add").run(rng), f"{shape} with {num_ctas} CTAs"
+
+
+def test_a_claim_with_a_turn_outstanding_deadlocks():
+    """Tile 0 of three has its last turn before the turn of the step before, and may then claim the tile it waits for."""
+    schedule, shape = registry.load("symmetric_shift"), shape_of(384, 384, 1, 64, True)
+    assert shape.num_n_blocks == 3
+    rng = random.Random(0)
+    outcomes = {Kernel(schedule, shape, 2, "turn").run(rng) for _ in range(200)}
+    assert False in outcomes
+
+
+def test_the_model_refuses_too_few_residents():
+    schedule, shape = registry.load("shift"), shape_of(512, 512, 2, 64, False)
+    assert schedule.min_resident_ctas(shape) == 4
+    assert not any(Kernel(schedule, shape, 3, "add").run(random.Random(seed)) for seed in range(10))
