@@ -5,6 +5,7 @@ The choice depends on head dim and mask alone, never on the device: tile shapes 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 SUPPORTED_HEAD_DIMS = (64, 128)
 CONVERT_PIECE = 1024  # fp32 elements of dQ that are converted at a time: 16 columns of a warpgroup's accumulator
@@ -90,6 +91,7 @@ class BwdConfig:
         return q_do + kv + ds + dq + stats + convert + barriers
 
 
+@lru_cache
 def get_config(head_dim: int, causal: bool) -> BwdConfig:
     """The configuration compiled for a head dim and mask.
 

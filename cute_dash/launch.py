@@ -5,12 +5,14 @@ the debug calls.
 """
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from cute_dash.compile import CompileKey, get_backward
+from cute_dash.compile import CompiledBackward, CompileKey, get_backward
 from cute_dash.config import BwdConfig, get_config
+from cute_dash.device import num_sms
 from cute_dash.kernels.workspace import WorkspaceLayout
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule
@@ -92,10 +94,36 @@ def get_shape(q: torch.Tensor, k: torch.Tensor, config: BwdConfig) -> ProblemSha
     return ProblemShape(batch, num_heads, seqlen_q, k.shape[1], config.tile_m, config.tile_n, config.causal)
 
 
-@lru_cache
-def num_sms(device_index: int) -> int:
-    """Multiprocessors of a device: as many CTAs of the main kernel can be resident."""
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+@dataclass(frozen=True)
+class _Plan:
+    """What a launch needs besides its tensors, the same for all calls of a shape."""
+
+    kernel: CompiledBackward
+    workspace_elements: int
+    num_ctas: int
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    config: BwdConfig,
+    schedule: Schedule,
+    q_shape: tuple[int, ...],
+    seqlen_k: int,
+    dtype: torch.dtype,
+    device_index: int,
+    debug: bool,
+) -> _Plan:
+    batch, seqlen_q, num_heads, _ = q_shape
+    shape = ProblemShape(batch, num_heads, seqlen_q, seqlen_k, config.tile_m, config.tile_n, config.causal)
+    layout = WorkspaceLayout(shape.num_streams, shape.num_m_blocks, config.tile_m, config.head_dim)
+    key = CompileKey(
+        config,
+        schedule,
+        dtype="bfloat16" if dtype is torch.bfloat16 else "float16",
+        cooperative=schedule.min_resident_ctas(shape) > 1,
+        debug=debug,
+    )
+    return _Plan(get_backward(key), layout.size, min(num_sms(device_index), shape.num_work_tiles))
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -116,14 +144,10 @@ def _launch(
     stuck: torch.Tensor | None,
 ) -> Gradients:
     _, q, k, v, _, _ = inputs
-    shape = get_shape(q, k, config)
-    cooperative = schedule.min_resident_ctas(shape) > 1
-    dtype = "bfloat16" if q.dtype is torch.bfloat16 else "float16"
-    kernel = get_backward(CompileKey(config, schedule, dtype, cooperative, debug=record is not None))
-    layout = WorkspaceLayout(shape.num_streams, shape.num_m_blocks, config.tile_m, config.head_dim)
+    debug = record is not None
+    plan = _plan(config, schedule, q.shape, k.shape[1], q.dtype, q.device.index, debug)  # type: ignore[arg-type]
     with torch.cuda.device(q.device):
         dq, dk, dv = (_empty(x.shape, x.dtype, x.device) for x in (q, k, v))
-        workspace = _empty((layout.size,), torch.float32, q.device)
-        num_ctas = min(num_sms(q.device.index), shape.num_work_tiles)
-        kernel(*inputs, dq, dk, dv, workspace, record, stuck, softmax_scale, num_ctas)
+        workspace = _empty((plan.workspace_elements,), torch.float32, q.device)
+        plan.kernel(*inputs, dq, dk, dv, workspace, record, stuck, softmax_scale, plan.num_ctas)
     return dq, dk, dv

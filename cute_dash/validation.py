@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cute_dash.check import check
 from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
+from cute_dash.device import num_sms
 from cute_dash.problem import ProblemShape
 from cute_dash.registry import resolve
 from cute_dash.schedule import Schedule
@@ -117,11 +118,19 @@ def resolve_schedule(spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool)
         ValueError: unknown name, a schedule that cannot implement the shape, or one that needs more resident CTAs than
             the device has SMs (one CTA of the backward kernel fills an SM).
     """
-    shape = get_shape(q, k, causal)
+    device_sms = num_sms(q.device.index) if q.device.type == "cuda" else None
+    return _resolve_for(spec, q.shape, k.shape[1], causal, device_sms)  # type: ignore[arg-type]  # see _resolve
+
+
+@lru_cache(maxsize=1024)
+def _resolve_for(
+    spec: "str | Schedule", q_shape: tuple[int, ...], seqlen_k: int, causal: bool, device_sms: int | None
+) -> Schedule:
+    shape = _make_shape(q_shape, seqlen_k, causal)
     check_index_range(shape)
     schedule = _resolve(spec, shape)  # type: ignore[arg-type]  # a protocol cannot promise that it is hashable
-    if q.device.type == "cuda":
-        check_residency(schedule, shape, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    if device_sms is not None:
+        check_residency(schedule, shape, device_sms)
     return schedule
 
 
@@ -143,9 +152,13 @@ def check_residency(schedule: Schedule, shape: ProblemShape, num_sms: int) -> No
 
 def get_shape(q: Tensor, k: Tensor, causal: bool) -> ProblemShape:
     """The problem in the tiles of the kernel that is compiled for this head dim and mask."""
-    batch, seqlen_q, num_heads, head_dim = q.shape
+    return _make_shape(q.shape, k.shape[1], causal)
+
+
+def _make_shape(q_shape: tuple[int, ...], seqlen_k: int, causal: bool) -> ProblemShape:
+    batch, seqlen_q, num_heads, head_dim = q_shape
     config = get_config(head_dim, causal)
-    return ProblemShape(batch, num_heads, seqlen_q, k.shape[1], config.tile_m, config.tile_n, causal)
+    return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, config.tile_m, config.tile_n, causal)
 
 
 @lru_cache(maxsize=1024)

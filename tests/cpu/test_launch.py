@@ -1,10 +1,14 @@
 """What of the launch can be tested without a GPU."""
 
+import contextlib
+
 import pytest
 import torch
 
-from cute_dash import launch
+from cute_dash import launch, registry
+from cute_dash.config import get_config
 from cute_dash.kernels.workspace import ALIGNMENT, WorkspaceLayout
+from cute_dash.testing import random_inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -36,3 +40,55 @@ def test_workspace_parts_are_aligned_and_do_not_overlap(extents):
     for start, end, size in zip(starts[:-1], starts[1:], sizes, strict=True):
         assert start % ALIGNMENT == 0
         assert start + size <= end < start + size + 2 * ALIGNMENT
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Every launch as (key, arguments of the compiled function), on a device of 10 SMs that is not there."""
+    launched = []
+
+    def get_backward(key):
+        return lambda *arguments: launched.append((key, arguments))
+
+    monkeypatch.setattr(launch, "get_backward", get_backward)
+    monkeypatch.setattr(launch, "num_sms", lambda device_index: 10)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    launch._plan.cache_clear()
+    yield launched
+    launch._plan.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "seqlen", "causal", "cooperative", "num_ctas"),
+    [("shortest_first", 1024, True, False, 10), ("shift", 512, False, True, 10), ("baseline", 100, False, False, 6)],
+)
+def test_launch_arguments(name, seqlen, causal, cooperative, num_ctas, launches):
+    x = random_inputs(2, seqlen, seqlen, 3, 128, dtype=torch.float16)
+    out, lse = x.q.clone(), torch.zeros(2, 3, seqlen)
+    schedule, config = registry.load(name), get_config(128, causal)
+    for _ in range(2):
+        dq, dk, dv = launch.backward(x.dout, x.q, x.k, x.v, out, lse, 0.5, causal, schedule)
+        assert dq.shape == x.q.shape and dk.shape == dv.shape == x.k.shape and dq.dtype == torch.float16
+        key, arguments = launches.pop()
+        assert not launches
+        assert (key.config, key.schedule, key.dtype, key.debug) == (config, schedule, "float16", False)
+        assert key.cooperative == cooperative
+        tensors, workspace, rest = arguments[:9], arguments[9], arguments[10:]
+        expected = (x.dout, x.q, x.k, x.v, out, lse, dq, dk, dv)
+        assert all(a is b for a, b in zip(tensors, expected, strict=True))
+        num_m_blocks = -(-seqlen // config.tile_m)
+        assert workspace.numel() == WorkspaceLayout(6, num_m_blocks, config.tile_m, 128).size
+        assert rest == (None, None, 0.5, num_ctas)
+
+
+def test_another_shape_or_configuration_is_another_plan(launches):
+    schedule = registry.load("shortest_first")
+    keys, sizes = [], []
+    for seqlen, config in ((256, None), (512, None), (512, get_config(128, False)), (512, None)):
+        x = random_inputs(1, seqlen, seqlen, 1, 128, dtype=torch.bfloat16)
+        launch.backward(x.dout, x.q, x.k, x.v, x.q, torch.zeros(1, 1, seqlen), 0.5, True, schedule, config)
+        key, arguments = launches.pop()
+        keys.append(key.config.tile_m)
+        sizes.append(arguments[9].numel())
+    assert keys == [64, 64, 80, 64]
+    assert len(set(sizes)) == 3 and sizes[1] == sizes[3]

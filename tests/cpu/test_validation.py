@@ -173,16 +173,13 @@ def test_a_schedule_that_needs_more_ctas_than_sms_is_refused():
 
 
 def test_residency_is_checked_against_the_sms_of_the_tensors_device(monkeypatch):
-    class TwoSms:
-        multi_processor_count = 2
-
     class OnCuda:
         """What validation reads of a CUDA tensor."""
 
         device = torch.device("cuda:1")
         shape = (1, 512, 1, 64)
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: TwoSms)
+    monkeypatch.setattr(validation, "num_sms", {0: 132, 1: 2}.get)
     with pytest.raises(ValueError, match="needs 4 resident CTAs .* at most 2"):
         validation.resolve_schedule("shift", OnCuda(), OnCuda(), causal=False)
     assert validation.resolve_schedule("baseline", OnCuda(), OnCuda(), causal=False).name == "baseline"
