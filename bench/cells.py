@@ -91,9 +91,7 @@ class Cell:
             ValueError: a head dim that the kernel does not have.
         """
         config = config or get_config(self.head_dim, self.causal)
-        return ProblemShape(
-            self.batch, self.heads, self.seqlen, self.seqlen, config.tile_m, config.tile_n, causal=self.causal
-        )
+        return config.make_shape(self.batch, self.heads, self.seqlen, self.seqlen)
 
 
 def standard_cell(

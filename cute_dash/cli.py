@@ -213,7 +213,7 @@ def _shape(args: argparse.Namespace, mask: str | None = None) -> ProblemShape:
     causal = (mask or args.mask) == "causal"
     config = get_config(args.head_dim, causal)
     seqlen_k = args.seqlen_k or args.seqlen_q
-    return ProblemShape(args.batch, args.heads, args.seqlen_q, seqlen_k, config.tile_m, config.tile_n, causal)
+    return config.make_shape(args.batch, args.heads, args.seqlen_q, seqlen_k)
 
 
 # Commands
@@ -517,7 +517,7 @@ def _list_kernels(schedules: Sequence[Schedule], config: BwdConfig) -> list[_Ker
 
 def _square_shape(batch: int, num_heads: int, num_tiles: int, config: BwdConfig) -> ProblemShape:
     seqlen = num_tiles * config.tile_n
-    return ProblemShape(batch, num_heads, seqlen, seqlen, config.tile_m, config.tile_n, config.causal)
+    return config.make_shape(batch, num_heads, seqlen, seqlen)
 
 
 def _compile_one(key: "CompileKey", folder: Path) -> str:

@@ -1,11 +1,13 @@
 """Static configuration of the Hopper backward kernel: tile shapes, stages and register budget per head dim.
 
-Host only; imports nothing, so that the emulator, the checker and the command line can ask for tile shapes anywhere.
+Host only; needs neither torch nor cutlass, so that the emulator, the checker and the command line can ask for tile shapes anywhere.
 The choice depends on head dim and mask alone, never on the device: tile shapes are part of the determinism contract.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+
+from cute_dash.problem import ProblemShape
 
 SUPPORTED_HEAD_DIMS = (64, 128)
 CONVERT_PIECE = 1024  # fp32 elements of dQ that are converted at a time: 16 columns of a warpgroup's accumulator
@@ -57,6 +59,10 @@ class BwdConfig:
             )
         if self.smem_bytes > SMEM_CAPACITY_BYTES:
             raise ValueError(f"{self} needs {self.smem_bytes} bytes of shared memory, {SMEM_CAPACITY_BYTES} exist")
+
+    def make_shape(self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> ProblemShape:
+        """The problem of these extents, ints of either kind, in the tiles and with the mask of this configuration."""
+        return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, self.tile_m, self.tile_n, self.causal)
 
     @property
     def num_mma_warpgroups(self) -> int:

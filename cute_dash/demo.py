@@ -44,8 +44,7 @@ class Size:
 
     def shape(self, causal: bool) -> ProblemShape:
         """The problem in the kernel's tiles."""
-        config = get_config(self.head_dim, causal)
-        return ProblemShape(self.batch, self.num_heads, self.seqlen, self.seqlen, config.tile_m, config.tile_n, causal)
+        return get_config(self.head_dim, causal).make_shape(self.batch, self.num_heads, self.seqlen, self.seqlen)
 
     def flops(self, causal: bool) -> float:
         """Five matmuls of 2*S*S*D each per head; half of it under the causal mask."""

@@ -91,7 +91,7 @@ def record_order(
 def get_shape(q: torch.Tensor, k: torch.Tensor, config: BwdConfig) -> ProblemShape:
     """The problem's extents under a configuration's tiles."""
     batch, seqlen_q, num_heads, _ = q.shape
-    return ProblemShape(batch, num_heads, seqlen_q, k.shape[1], config.tile_m, config.tile_n, config.causal)
+    return config.make_shape(batch, num_heads, seqlen_q, k.shape[1])
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _plan(
     debug: bool,
 ) -> _Plan:
     batch, seqlen_q, num_heads, _ = q_shape
-    shape = ProblemShape(batch, num_heads, seqlen_q, seqlen_k, config.tile_m, config.tile_n, config.causal)
+    shape = config.make_shape(batch, num_heads, seqlen_q, seqlen_k)
     layout = WorkspaceLayout(shape.num_streams, shape.num_m_blocks, config.tile_m, config.head_dim)
     key = CompileKey(
         config,

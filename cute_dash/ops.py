@@ -58,8 +58,7 @@ def spec_of(schedule: "str | Schedule") -> str:
         raise TypeError(f"{schedule=} is a {type(schedule).__name__}; allowed: a name, 'module:ATTR' or a Schedule")
     cls = type(schedule)
     handle = f"{cls.__module__}.{cls.__qualname__}@{sorted(vars(schedule).items())}"
-    if _schedules.setdefault(handle, schedule) is not schedule and _schedules[handle] != schedule:
-        _schedules[handle] = schedule  # a class defined anew under the same name, as in a notebook
+    _schedules[handle] = schedule  # the newest, where a class was defined anew under the same name, as in a notebook
     return handle
 
 

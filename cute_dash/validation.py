@@ -119,7 +119,7 @@ def resolve_schedule(spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool)
             the device has SMs (one CTA of the backward kernel fills an SM).
     """
     device_sms = num_sms(q.device.index) if q.device.type == "cuda" else None
-    return _resolve_for(spec, q.shape, k.shape[1], causal, device_sms)  # type: ignore[arg-type]  # see _resolve
+    return _resolve_for(spec, q.shape, k.shape[1], causal, device_sms)  # type: ignore[arg-type]  # a protocol cannot promise a hash
 
 
 @lru_cache(maxsize=1024)
@@ -128,7 +128,7 @@ def _resolve_for(
 ) -> Schedule:
     shape = _make_shape(q_shape, seqlen_k, causal)
     check_index_range(shape)
-    schedule = _resolve(spec, shape)  # type: ignore[arg-type]  # a protocol cannot promise that it is hashable
+    schedule = _resolve(spec, shape)
     if device_sms is not None:
         check_residency(schedule, shape, device_sms)
     return schedule
@@ -157,11 +157,9 @@ def get_shape(q: Tensor, k: Tensor, causal: bool) -> ProblemShape:
 
 def _make_shape(q_shape: tuple[int, ...], seqlen_k: int, causal: bool) -> ProblemShape:
     batch, seqlen_q, num_heads, head_dim = q_shape
-    config = get_config(head_dim, causal)
-    return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, config.tile_m, config.tile_n, causal)
+    return get_config(head_dim, causal).make_shape(batch, num_heads, seqlen_q, seqlen_k)
 
 
-@lru_cache(maxsize=1024)
 def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
     schedule = resolve(spec, shape)
     if type(schedule).__module__ not in _TESTED_MODULES:

@@ -106,8 +106,7 @@ def list_selectors() -> list[SelectingSchedule]:
 
 def _simulate(name: str, schedule: Schedule) -> Entry:
     for causal in (True, False):
-        config = get_config(HEAD_DIM, causal)
-        shape = ProblemShape(1, HEADS, SEQLEN, SEQLEN, config.tile_m, config.tile_n, causal)
+        shape = get_config(HEAD_DIM, causal).make_shape(1, HEADS, SEQLEN, SEQLEN)
         if schedule.can_implement(shape):
             return Entry(name, schedule, shape, analysis.simulate(schedule, shape, NUM_SMS, COMPUTE, REDUCE))
     raise ValueError(f"{schedule!r} orders neither mask of {shape}")

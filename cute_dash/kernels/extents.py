@@ -16,6 +16,4 @@ class Extents(NamedTuple):
 
     def make_shape(self, config: BwdConfig) -> ProblemShape:
         """The problem as schedules and masks see it, in traced ints."""
-        return ProblemShape(
-            self.batch, self.num_heads, self.seqlen_q, self.seqlen_k, config.tile_m, config.tile_n, config.causal
-        )
+        return config.make_shape(*self)

@@ -352,7 +352,7 @@ class FlashAttentionBackwardSm90:
             work_idx = self.next_work(smem, rings.work, work_it)
 
     @cute.jit
-    def publish_claim(self, gmem: Gmem, smem: Smem, ring: Ring, work_it: Int32) -> Int32:
+    def publish_claim(self, gmem: Gmem, smem: Smem, ring: Ring, work_it: Int32):
         """Claims the next work tile and hands its index to all warps; an index beyond the last ends them.
 
         Called when this CTA holds or has passed on every turn of its current tile: the last step's partial is staged,
@@ -365,7 +365,6 @@ class FlashAttentionBackwardSm90:
         if cute.arch.lane_idx() == 0:
             smem.sWork[ring.slot(work_it)] = work_idx
             ring.arrive_full(work_it)
-        return work_idx
 
     @cute.jit
     def wait_turn(self, gmem: Gmem, extents: Extents, m_block: Int32, tile: WorkTile):
