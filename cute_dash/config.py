@@ -10,6 +10,7 @@ from functools import lru_cache
 from cute_dash.problem import ProblemShape
 
 SUPPORTED_HEAD_DIMS = (64, 128)
+STATS_COLUMNS = 8  # bf16 values per query of the statistics operand: 16 bytes, one row of a wgmma core matrix
 CONVERT_PIECE = 1024  # fp32 elements of dQ that are converted at a time: 16 columns of a warpgroup's accumulator
 CONVERT_STAGES = 4  # pieces on their way from global memory
 REGISTERS_PER_LANE = 504  # of the warpgroups together: a CTA of 384 threads starts with 168 for each
@@ -26,6 +27,7 @@ class BwdConfig:
         tile_m, tile_n: tokens per Q tile and per KV tile; tile_n / 64 consumer warpgroups, 64 keys each.
         num_stages: Q/LSE and dO/dPsum stages in shared memory.
         num_mma_regs, num_producer_regs: registers per thread after setmaxnreg.
+        stats_by_gemm: LSE and dPsum enter S and dP as one more k-step of their GEMMs (`kernels.stats`).
         fuse_dQ: the main kernel converts finished dQ tiles itself, where its schedule is ordered; otherwise, and where
             shared memory has no room for it, a postprocess kernel does.
     """
@@ -37,6 +39,7 @@ class BwdConfig:
     num_stages: int = 2
     num_mma_regs: int = 240
     num_producer_regs: int = 24
+    stats_by_gemm: bool = False
     fuse_dQ: bool = False
 
     def __post_init__(self) -> None:
@@ -79,9 +82,14 @@ class BwdConfig:
         return (self.head_dim, self.tile_m) if self.swap_dQ else (self.tile_m, self.head_dim)
 
     @property
-    def stats_rows(self) -> int:
-        """Elements between two stages of LSE or dPsum in shared memory."""
-        return (self.tile_m + 63) // 64 * 64
+    def stats_size(self) -> int:
+        """LSE and dPsum of a Q tile, in fp32 elements."""
+        return self.tile_m * (STATS_COLUMNS // 2 if self.stats_by_gemm else 2)
+
+    @property
+    def ones_size(self) -> int:
+        """bf16 elements of the two constant operands that select LSE or dPsum, 8 x 8 each."""
+        return 2 * 8 * STATS_COLUMNS if self.stats_by_gemm else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -91,10 +99,10 @@ class BwdConfig:
         kv = 2 * self.tile_n * self.head_dim * element
         ds = self.num_stages * self.tile_m * self.tile_n * element
         dq = self.tile_m * self.head_dim * fp32
-        stats = 2 * self.num_stages * self.stats_rows * fp32
         convert = self.tile_m * self.head_dim * element + CONVERT_STAGES * CONVERT_PIECE * fp32 if self.fuse_dQ else 0
-        barriers = 1024
-        return q_do + kv + ds + dq + stats + convert + barriers
+        barriers = 384 if self.fuse_dQ else 256
+        head = barriers + self.ones_size * element + self.num_stages * self.stats_size * fp32
+        return q_do + kv + ds + dq + convert + (head + 1023) // 1024 * 1024
 
 
 @lru_cache
@@ -105,12 +113,10 @@ def get_config(head_dim: int, causal: bool) -> BwdConfig:
         ValueError: unsupported head dim, naming the supported ones.
     """
     if head_dim == 64:
-        return _fused(head_dim, causal, tile_m=128)
+        # converting dQ takes more registers than a producer warp otherwise needs; the GEMMs leave them
+        return BwdConfig(head_dim, causal, tile_m=128, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True)
     if causal:
-        return _fused(head_dim, causal, tile_m=64)
-    return BwdConfig(head_dim, causal, tile_m=80, tile_n=128)
-
-
-def _fused(head_dim: int, causal: bool, tile_m: int) -> BwdConfig:
-    """Converting dQ takes more registers than a producer warp otherwise needs; the GEMMs leave them."""
-    return BwdConfig(head_dim, causal, tile_m, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True)
+        return BwdConfig(
+            head_dim, causal, tile_m=64, tile_n=128, num_mma_regs=232, num_producer_regs=40, stats_by_gemm=True
+        )
+    return BwdConfig(head_dim, causal, tile_m=80, tile_n=128, stats_by_gemm=True)

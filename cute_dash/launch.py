@@ -115,7 +115,7 @@ def _plan(
 ) -> _Plan:
     batch, seqlen_q, num_heads, _ = q_shape
     shape = config.make_shape(batch, num_heads, seqlen_q, seqlen_k)
-    layout = WorkspaceLayout(shape.num_streams, shape.num_m_blocks, config.tile_m, config.head_dim)
+    layout = WorkspaceLayout(shape.num_streams, shape.num_m_blocks, config)
     key = CompileKey(
         config,
         schedule,

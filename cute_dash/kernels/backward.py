@@ -63,15 +63,14 @@ class AttentionBackward:
         mLSE = select_modes(mLSE, (2, 1, 0))
         seqlen_q, _, num_heads, batch = mQ.shape
         extents = Extents(Int32(batch), Int32(num_heads), Int32(seqlen_q), Int32(mK.shape[0]))
-        mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter = self.split_workspace(mWorkspace, extents)
+        mStats, mdQaccum, mSemaphore, mCounter = self.split_workspace(mWorkspace, extents)
         if const_expr(self.debug):
             mRecord = select_modes(mRecord, (2, 1, 0))
         fuse_dQ = const_expr(self.main.fuse_dQ)
         mdQ_main = mdQ if fuse_dQ else None
-        self.pre(PreGmem(mO, mdO, mLSE, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mdQ_main), extents, stream)
-        gmem = Gmem(
-            mQ, mK, mV, mdO, mdK, mdV, mdQ_main, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mRecord, mStuck
-        )
+        pre_gmem = PreGmem(mO, mdO, mLSE, mStats, mdQaccum, mSemaphore, mCounter, mdQ_main)
+        self.pre(pre_gmem, extents, softmax_scale, stream)
+        gmem = Gmem(mQ, mK, mV, mdO, mdK, mdV, mdQ_main, mStats, mdQaccum, mSemaphore, mCounter, mRecord, mStuck)
         self.main(gmem, extents, softmax_scale, num_ctas, self.cooperative, stream)
         if const_expr(not fuse_dQ):
             self.post(PostGmem(mdQ, mdQaccum), extents, softmax_scale, stream)
@@ -81,20 +80,21 @@ class AttentionBackward:
         config = self.config
         num_streams = extents.batch * extents.num_heads
         num_m_blocks = ceil_div(extents.seqlen_q, config.tile_m)
-        layout = WorkspaceLayout(Int64(num_streams), Int64(num_m_blocks), config.tile_m, config.head_dim)
+        layout = WorkspaceLayout(Int64(num_streams), Int64(num_m_blocks), config)
         base = mWorkspace.iterator
 
         def part(offset, shape, stride, dtype=Float32):
             pointer = cute.recast_ptr(base + offset, dtype=dtype) if dtype is not Float32 else base + offset
             return cute.make_tensor(pointer.align(16), cute.make_layout(shape, stride=stride))
 
-        stats_shape = (config.tile_m, num_m_blocks, num_streams)
-        stats_stride = (1, config.tile_m, Int64(num_m_blocks) * config.tile_m)
         tile_elements = config.tile_m * config.head_dim
         chunk = tile_elements // config.num_mma_warpgroups
         return (
-            part(layout.LSE_log2, stats_shape, stats_stride),
-            part(layout.dPsum, stats_shape, stats_stride),
+            part(
+                layout.stats,
+                (config.stats_size, num_m_blocks, num_streams),
+                (1, config.stats_size, Int64(num_m_blocks) * config.stats_size),
+            ),
             part(
                 0,
                 (chunk, config.num_mma_warpgroups, num_m_blocks, num_streams),

@@ -17,8 +17,7 @@ class Gmem(NamedTuple):
     mdK: cute.Tensor
     mdV: cute.Tensor
     mdQ: cute.Tensor | None  # where the main kernel converts dQ
-    mLSE: cute.Tensor  # (tile_m, num_m_blocks, num_streams), times log2(e)
-    mdPsum: cute.Tensor  # (tile_m, num_m_blocks, num_streams)
+    mStats: cute.Tensor  # (stats_size, num_m_blocks, num_streams), see `stats`
     mdQaccum: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups, num_m_blocks, num_streams)
     mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
     mCounter: cute.Tensor  # (1,)
@@ -42,8 +41,8 @@ class Smem(NamedTuple):
     sV: cute.Tensor  # (tile_n, head_dim); holds dV at the end of a work tile
     sdO: cute.Tensor  # (tile_m, head_dim, num_stages)
     sdS: cute.Tensor  # (tile_m, tile_n, num_stages)
-    sLSE: cute.Tensor  # (tile_m, num_stages)
-    sdPsum: cute.Tensor  # (tile_m, num_stages)
+    sStats: cute.Tensor  # (stats_size, num_stages), see `stats`
+    sOnes: cute.Tensor | None  # (ones_size,), see `stats`
     sdQ: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups), fp32 in register order
     sWork: cute.Tensor  # (NUM_WORK_STAGES,) claimed work indices
     sPieces: cute.Tensor | None  # (CONVERT_PIECE, CONVERT_STAGES) of dQaccum on their way to being converted

@@ -1,8 +1,8 @@
-"""Before the main kernel: dPsum = rowsum(dO * O), LSE * log2(e), and fresh turnstiles.
+"""Before the main kernel: dPsum = rowsum(dO * O) and LSE in the form that `stats` wants, and fresh turnstiles.
 
-One CTA per (m_block, stream). Memory bound: reads O and dO once. Rows beyond seqlen_q get LSE = +inf and dPsum = 0, and
-rows that see no key (LSE = -inf) get LSE = +inf too, so that P is exactly 0 there. Also resets the dQ semaphore of its
-tile and the claim counter; for an unordered schedule, whose additions find nothing stored before, it zeroes dQaccum.
+One CTA per (m_block, stream). Memory bound: reads O and dO once. Rows beyond seqlen_q count as rows that see no key
+(LSE = -inf), with dPsum = 0. Also resets the dQ semaphore of its tile and the claim counter; for an unordered schedule,
+whose additions find nothing stored before, it zeroes dQaccum.
 """
 
 from typing import NamedTuple
@@ -13,18 +13,17 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_dash.config import BwdConfig
 from cute_dash.kernels.extents import Extents
+from cute_dash.kernels.stats import make_stats
 
 NUM_THREADS = 256
 VECTOR = 8  # 16-bit elements in a 16-byte access
-LOG2_E = 1.4426950408889634
 
 
 class PreGmem(NamedTuple):
     mO: cute.Tensor  # (seqlen_q, head_dim, num_heads, batch)
     mdO: cute.Tensor  # (seqlen_q, head_dim, num_heads, batch)
     mLSE_in: cute.Tensor  # (seqlen_q, num_heads, batch), natural log
-    mLSE: cute.Tensor  # (tile_m, num_m_blocks, num_streams)
-    mdPsum: cute.Tensor  # (tile_m, num_m_blocks, num_streams)
+    mStats: cute.Tensor  # (stats_size, num_m_blocks, num_streams)
     mdQaccum: cute.Tensor  # (values per warpgroup, num_warpgroups, num_m_blocks, num_streams)
     mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
     mCounter: cute.Tensor  # (1,)
@@ -36,19 +35,20 @@ class FlashAttentionBackwardPreprocess:
 
     def __init__(self, config: BwdConfig, clear_dQaccum: bool):
         self.config = config
+        self.stats = make_stats(config)
         self.clear_dQaccum = clear_dQaccum
         self.threads_per_row = config.head_dim // VECTOR
         self.rows_per_pass = NUM_THREADS // self.threads_per_row
 
     @cute.jit
-    def __call__(self, gmem: PreGmem, extents: Extents, stream):
+    def __call__(self, gmem: PreGmem, extents: Extents, softmax_scale: Float32, stream):
         num_m_blocks, num_streams = gmem.mSemaphore.shape
-        self.kernel(gmem, extents).launch(
+        self.kernel(gmem, extents, softmax_scale).launch(
             grid=(num_m_blocks * num_streams, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, gmem: PreGmem, extents: Extents):
+    def kernel(self, gmem: PreGmem, extents: Extents, softmax_scale: Float32):
         shape = extents.make_shape(self.config)
         tidx = cute.arch.thread_idx()[0]
         block_idx = cute.arch.block_idx()[0]
@@ -61,8 +61,7 @@ class FlashAttentionBackwardPreprocess:
         # the launch may overlap the end of the kernel before it, which may have written O or dO, or may still be using
         # this workspace
         cute.arch.griddepcontrol_wait()
-        self.write_dPsum(gmem, tidx, m_block, head_idx, batch_idx, stream)
-        self.write_LSE(gmem, tidx, m_block, head_idx, batch_idx, stream)
+        self.write_stats(gmem, tidx, m_block, head_idx, batch_idx, stream, softmax_scale)
         if tidx == 0:
             gmem.mSemaphore[m_block, stream] = Int32(0)
             if block_idx == 0:
@@ -74,7 +73,7 @@ class FlashAttentionBackwardPreprocess:
                 self.clear_dQ(gmem, tidx, m_block, head_idx, batch_idx)
 
     @cute.jit
-    def write_dPsum(self, gmem: PreGmem, tidx, m_block, head_idx, batch_idx, stream):
+    def write_stats(self, gmem: PreGmem, tidx, m_block, head_idx, batch_idx, stream, softmax_scale: Float32):
         tile_m = self.config.tile_m
         seqlen_q = gmem.mO.shape[0]
         first_row, column = tidx // self.threads_per_row, tidx % self.threads_per_row * VECTOR
@@ -83,11 +82,15 @@ class FlashAttentionBackwardPreprocess:
         rdO = cute.make_rmem_tensor((VECTOR, num_passes), gmem.mO.element_type)
         rO.fill(0.0)
         rdO.fill(0.0)
+        rLSE = cute.make_rmem_tensor(num_passes, Float32)
+        rLSE.fill(-Float32.inf)
         for i in cutlass.range_constexpr(num_passes):
             row = m_block * tile_m + first_row + i * self.rows_per_pass
             if row < seqlen_q:
                 load_vector(gmem.mO[row, None, head_idx, batch_idx], column, rO[None, i])
                 load_vector(gmem.mdO[row, None, head_idx, batch_idx], column, rdO[None, i])
+                if column == 0:
+                    rLSE[i] = gmem.mLSE_in[row, head_idx, batch_idx]
         cute.arch.griddepcontrol_launch_dependents()
         for i in cutlass.range_constexpr(num_passes):
             product = rO[None, i].load().to(Float32) * rdO[None, i].load().to(Float32)
@@ -95,19 +98,7 @@ class FlashAttentionBackwardPreprocess:
             total = cute.arch.warp_reduction_sum(total, threads_in_group=self.threads_per_row)
             row = first_row + i * self.rows_per_pass
             if column == 0 and row < tile_m:
-                gmem.mdPsum[row, m_block, stream] = total
-
-    @cute.jit
-    def write_LSE(self, gmem: PreGmem, tidx, m_block, head_idx, batch_idx, stream):
-        tile_m = self.config.tile_m
-        if tidx < tile_m:
-            row = m_block * tile_m + tidx
-            lse = Float32.inf
-            if row < gmem.mO.shape[0]:
-                lse = gmem.mLSE_in[row, head_idx, batch_idx] * LOG2_E
-            if lse == -Float32.inf:
-                lse = Float32.inf
-            gmem.mLSE[tidx, m_block, stream] = lse
+                self.stats.write_row(gmem.mStats[None, m_block, stream], row, rLSE[i], total, softmax_scale)
 
     @cute.jit
     def clear(self, gmem: PreGmem, tidx, m_block, stream):

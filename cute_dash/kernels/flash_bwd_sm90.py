@@ -2,7 +2,7 @@
 
 For a work tile (n_block of one stream) and each m_block it visits, in the schedule's loop order:
 
-    (1) S^T  = K Q^T          (tile_n, tile_m)      P^T  = exp2(scale * log2e * S^T - LSE * log2e)
+    (1) S^T  = K Q^T          (tile_n, tile_m)      P^T  = exp2(scale * log2e * S^T - LSE * log2e), see `stats`
     (2) dP^T = V dO^T         (tile_n, tile_m)      dS^T = P^T * (dP^T - dPsum)
     (3) dV  += P^T dO         (tile_n, head_dim)    P^T from registers
     (4) dQ   = dS K           (tile_m, head_dim)    added to the fp32 dQ tile in the schedule's accumulation order
@@ -19,8 +19,8 @@ Warp roles of a CTA (4 producer warps, then the consumer warpgroups, each with 6
 
 Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
 
-    ring_Q   LOAD -> MMA     full: Q and LSE bytes      empty: each MMA warp after (5)
-    ring_dO  LOAD -> MMA     full: dO and dPsum bytes   empty: each MMA warp after (3)
+    ring_Q   LOAD -> MMA     full: Q and LSE, dPsum     empty: each MMA warp after (5)
+    ring_dO  LOAD -> MMA     full: dO bytes             empty: each MMA warp after (3)
     ring_KV  LOAD -> MMA     full: K and V bytes        empty: one MMA warp, when dK and dV have left sK and sV
     ring_work STORE_DQ -> all  full: a work index       empty: each reading warp
     ring_done STORE_DQ -> CONVERT_DQ  full: a step's addition is complete   empty: seen
@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -65,6 +65,7 @@ from cute_dash.kernels.roles import (
     NamedBarrierBwd,
     WarpRole,
 )
+from cute_dash.kernels.stats import make_stats
 from cute_dash.kernels.wgmma import Gemm, issue_gemm, make_accumulator, stage_of, transpose_view
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, WorkTile
@@ -81,6 +82,7 @@ class MmaContext(NamedTuple):
     gemm_dV: Gemm
     gemm_dK: Gemm
     gemm_dQ: Gemm
+    stats: tuple
     store_dS: cute.TiledCopy
     tRS_sdS: cute.Tensor
     tdQsdQ: cute.Tensor
@@ -99,6 +101,7 @@ class FlashAttentionBackwardSm90:
         self.debug = debug
         self.fuse_dQ = config.fuse_dQ and schedule.ordered
         self.converter = DQConverter(config, dtype)
+        self.stats = make_stats(config)
         self.num_mma_warps = 4 * config.num_mma_warpgroups
         self.num_mma_threads = WARPGROUP_THREADS * config.num_mma_warpgroups
         self.num_threads = WARPGROUP_THREADS + self.num_mma_threads
@@ -160,11 +163,11 @@ class FlashAttentionBackwardSm90:
             ring_dO: cute.struct.MemRange[Int64, 2 * stages]
             ring_KV: cute.struct.MemRange[Int64, 2]
             ring_work: cute.struct.MemRange[Int64, 2 * NUM_WORK_STAGES]
-            ring_done: cute.struct.MemRange[Int64, 2 * NUM_DONE_STAGES]
-            ring_pieces: cute.struct.MemRange[Int64, 2 * CONVERT_STAGES]
+            ring_done: cute.struct.MemRange[Int64, 2 * NUM_DONE_STAGES if self.fuse_dQ else 0]
+            ring_pieces: cute.struct.MemRange[Int64, 2 * CONVERT_STAGES if self.fuse_dQ else 0]
             sWork: cute.struct.MemRange[Int32, NUM_WORK_STAGES]
-            sLSE: tile(Float32, config.stats_rows * stages, 128)
-            sdPsum: tile(Float32, config.stats_rows * stages, 128)
+            sOnes: tile(BFloat16, config.ones_size, 128)
+            sStats: tile(Float32, config.stats_size * stages, 128)
             sQ: tile(element, config.tile_m * config.head_dim * stages)
             sdO: tile(element, config.tile_m * config.head_dim * stages)
             sK: tile(element, config.tile_n * config.head_dim)
@@ -202,9 +205,15 @@ class FlashAttentionBackwardSm90:
                 rings.KV.init(1, 1)
                 # all warps read the claims, the converting one only if there is something to convert
                 rings.work.init(1, self.num_mma_warps + (4 if self.fuse_dQ else 3))
-                rings.done.init(1, 1)
-                rings.pieces.init(1, 1)
+                if const_expr(self.fuse_dQ):
+                    rings.done.init(1, 1)
+                    rings.pieces.init(1, 1)
             cute.arch.mbarrier_init_fence()
+        if const_expr(config.stats_by_gemm):
+            tidx = cute.arch.thread_idx()[0]
+            if tidx < config.ones_size:
+                self.stats.fill_ones(smem.sOnes, tidx)
+            cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
         if warp_idx < NUM_PRODUCER_WARPS:
@@ -226,8 +235,9 @@ class FlashAttentionBackwardSm90:
         layout_q = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim), stages)
         layout_kv = wgmma.make_smem_layout(self.dtype, (config.tile_n, config.head_dim))
         layout_dS = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.tile_n), stages)
-        layout_stats = cute.make_layout((config.tile_m, stages), stride=(1, config.stats_rows))
-        sPieces, sdQ_out = None, None
+        sOnes, sPieces, sdQ_out = None, None, None
+        if config.stats_by_gemm:
+            sOnes = storage.sOnes.get_tensor(cute.make_layout(config.ones_size))
         if self.fuse_dQ:
             layout_dQ = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim))
             sPieces = storage.sPieces.get_tensor(cute.make_layout((CONVERT_PIECE, CONVERT_STAGES)))
@@ -238,8 +248,8 @@ class FlashAttentionBackwardSm90:
             sV=storage.sV.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
             sdO=storage.sdO.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             sdS=storage.sdS.get_tensor(layout_dS.outer, swizzle=layout_dS.inner),
-            sLSE=storage.sLSE.get_tensor(layout_stats),
-            sdPsum=storage.sdPsum.get_tensor(layout_stats),
+            sStats=storage.sStats.get_tensor(cute.make_layout((config.stats_size, stages))),
+            sOnes=sOnes,
             sdQ=storage.sdQ.get_tensor(cute.make_layout((self.dQ_values, config.num_mma_warpgroups))),
             sWork=storage.sWork.get_tensor(cute.make_layout(NUM_WORK_STAGES)),
             sPieces=sPieces,
@@ -301,15 +311,14 @@ class FlashAttentionBackwardSm90:
         tdOsdO, tdOgdO = partition_tma(atoms.dO, smem.sdO, gdO)
         tKsK, tKgK = partition_tma(atoms.K, smem.sK, gK)
         tVsV, tVgV = partition_tma(atoms.V, smem.sV, gV)
-        stats_bytes = config.tile_m * 4
-        q_bytes = config.tile_m * config.head_dim * 2 + stats_bytes
+        q_bytes = config.tile_m * config.head_dim * 2
         for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
             m_block = self.schedule.get_m_block(step, tile, shape)
             stage = rings.Q.slot(it)
             rings.Q.wait_empty(it)
-            barrier = rings.Q.expect_bytes(it, q_bytes)
+            barrier = rings.Q.expect_bytes(it, q_bytes + config.stats_size * 4)
             cute.copy(atoms.Q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
-            copy_vector(gmem.mLSE[None, m_block, stream], smem.sLSE[None, stage], barrier)
+            copy_vector(gmem.mStats[None, m_block, stream], smem.sStats[None, stage], barrier)
             if step == 0:
                 # after the first Q, which need not wait until dK and dV of the previous work tile have left sK and sV
                 rings.KV.wait_empty(work_it)
@@ -319,7 +328,6 @@ class FlashAttentionBackwardSm90:
             rings.dO.wait_empty(it)
             barrier = rings.dO.expect_bytes(it, q_bytes)
             cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage], tma_bar_ptr=barrier)
-            copy_vector(gmem.mdPsum[None, m_block, stream], smem.sdPsum[None, stage], barrier)
             it += 1
         return it
 
@@ -519,6 +527,7 @@ class FlashAttentionBackwardSm90:
             gemm_dV=Gemm.partition(mma_dKV, warpgroup_idx, None, transpose_view(smem.sdO)),
             gemm_dK=Gemm.partition(mma_dKV, warpgroup_idx, None, transpose_view(smem.sQ)),
             gemm_dQ=gemm_dQ,
+            stats=self.stats.partition(smem, warpgroup_idx),
             store_dS=store_dS,
             tRS_sdS=tRS_sdS,
             tdQsdQ=fragment_slots(
@@ -548,23 +557,23 @@ class FlashAttentionBackwardSm90:
         stage = rings.Q.slot(it)
         # (1) S^T = K Q^T
         rings.Q.wait_full(it)
-        acc_S = self.gemm_ss(context.gemm_S, shape_S, None, stage)
+        acc_S = self.gemm_ss(context.gemm_S, shape_S, None, stage, *self.stats.products_S(context.stats, stage))
         # (2) dP^T = V dO^T
         rings.dO.wait_full(it)
-        acc_dP = self.gemm_ss(context.gemm_dP, shape_S, None, stage)
+        acc_dP = self.gemm_ss(context.gemm_dP, shape_S, None, stage, *self.stats.products_dP(context.stats, stage))
         warpgroup.wait_group(1)
         # P^T = exp2(scale * log2e * S^T - LSE * log2e)
         if shape.needs_mask(m_block, n_block):
             mask.apply_mask(acc_S, shape, m_block, n_block, context.tidx)
-        self.softmax(acc_S, smem.sLSE[None, stage], context)
+        self.stats.softmax(acc_S, context.stats, stage, context.softmax_scale_log2)
         rP = wgmma.to_operand_A(acc_S, self.dtype)
         # dS^T = P^T * (dP^T - dPsum)
         warpgroup.wait_group(0)
-        self.softmax_backward(acc_S, acc_dP, smem.sdPsum[None, stage])
+        self.stats.softmax_backward(acc_S, acc_dP, context.stats, stage)
         rdS = wgmma.to_operand_A(acc_dP, self.dtype)
         wgmma.store_C(context.store_dS, rdS, context.tRS_sdS[None, None, None, stage])
         # (3) dV += P^T dO
-        issue_gemm(context.gemm_dV.tiled_mma, acc_dV, rP, stage_of(context.gemm_dV.tCrB, stage), True)
+        issue_gemm(acc_dV, True, (context.gemm_dV.tiled_mma, rP, stage_of(context.gemm_dV.tCrB, stage)))
         # dS of both warpgroups is staged; also, both have finished (4) and (5) of the step before, so that its stage
         # of sdS is free again
         cute.arch.fence_view_async_shared()
@@ -575,39 +584,20 @@ class FlashAttentionBackwardSm90:
         warpgroup.wait_group(1)
         rings.dO.arrive_empty(it)
         # (5) dK += dS^T Q
-        issue_gemm(context.gemm_dK.tiled_mma, acc_dK, rdS, stage_of(context.gemm_dK.tCrB, stage), True)
+        issue_gemm(acc_dK, True, (context.gemm_dK.tiled_mma, rdS, stage_of(context.gemm_dK.tCrB, stage)))
         warpgroup.wait_group(1)
         self.stage_dQ(context, acc_dQ, it)
         warpgroup.wait_group(0)
         rings.Q.arrive_empty(it)
 
-    def gemm_ss(self, gemm: Gemm, shape_mn, stage_A: Int32 | None, stage_B: Int32 | None) -> cute.Tensor:
-        """Issues A B with both operands in shared memory into a new accumulator."""
+    def gemm_ss(
+        self, gemm: Gemm, shape_mn, stage_A: Int32 | None, stage_B: Int32 | None, *products: tuple
+    ) -> cute.Tensor:
+        """Issues A B, both in shared memory, plus further products into a new accumulator."""
         acc = make_accumulator(gemm.tiled_mma, shape_mn)
-        issue_gemm(gemm.tiled_mma, acc, stage_of(gemm.tCrA, stage_A), stage_of(gemm.tCrB, stage_B), False)
+        A_B = (gemm.tiled_mma, stage_of(gemm.tCrA, stage_A), stage_of(gemm.tCrB, stage_B))
+        issue_gemm(acc, False, A_B, *products)
         return acc
-
-    @cute.jit
-    def softmax(self, acc_S: cute.Tensor, sLSE: cute.Tensor, context: MmaContext):
-        """acc_S = exp2(scale * log2e * acc_S - LSE * log2e), in place."""
-        tLSE = mask.column_values(sLSE)
-        # (column pair, row pair, groups of 8 columns)
-        acc = cute.make_tensor(acc_S.iterator, cute.make_layout((2, 2, cute.size(acc_S) // 4)))
-        for v in cutlass.range_constexpr(cute.size(acc, mode=[2])):
-            for c in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(2):
-                    acc[c, r, v] = cute.math.exp2(acc[c, r, v] * context.softmax_scale_log2 - tLSE[c, v], fastmath=True)
-
-    @cute.jit
-    def softmax_backward(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, sdPsum: cute.Tensor):
-        """acc_dP = acc_P * (acc_dP - dPsum), in place."""
-        tdPsum = mask.column_values(sdPsum)
-        P = cute.make_tensor(acc_P.iterator, cute.make_layout((2, 2, cute.size(acc_P) // 4)))
-        dP = cute.make_tensor(acc_dP.iterator, cute.make_layout((2, 2, cute.size(acc_dP) // 4)))
-        for v in cutlass.range_constexpr(cute.size(P, mode=[2])):
-            for c in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(2):
-                    dP[c, r, v] = P[c, r, v] * (dP[c, r, v] - tdPsum[c, v])
 
     @cute.jit
     def stage_dQ(self, context: MmaContext, acc_dQ: cute.Tensor, it: Int32):

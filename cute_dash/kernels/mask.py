@@ -1,4 +1,4 @@
-"""Masking of score tiles and per-column row statistics, in the transposed score layout (device).
+"""Masking of score tiles, in the transposed score layout (device).
 
 Score tiles are S^T: rows are keys, columns are queries. See `wgmma` for which (row, column) a register holds.
 """
@@ -31,12 +31,3 @@ def apply_mask(acc_S: cute.Tensor, shape: ProblemShape, m_block: Int32, n_block:
         for v in cutlass.range_constexpr(cute.size(acc, mode=[2])):
             for c in cutlass.range_constexpr(2):
                 acc[c, r, v] = -Float32.inf if 8 * v + c < first else acc[c, r, v]
-
-
-def column_values(sX: cute.Tensor) -> cute.Tensor:
-    """Loads the values of this thread's columns, (2, tile_m / 8), from a shared-memory vector (tile_m,)."""
-    offset = 2 * (cute.arch.lane_idx() % 4)
-    source = cute.make_tensor((sX.iterator + offset).align(8), cute.make_layout((2, cute.size(sX) // 8), stride=(1, 8)))
-    values = cute.make_rmem_tensor(source.shape, Float32)
-    cute.autovec_copy(source, values)
-    return values

@@ -111,22 +111,21 @@ def stage_of(fragment: cute.Tensor, stage: Int32 | None) -> cute.Tensor:
     return fragment if stage is None else fragment[None, None, None, stage]
 
 
-@cute.jit
-def issue_gemm(
-    tiled_mma: cute.TiledMma,
-    acc: cute.Tensor,
-    tCrA: cute.Tensor,
-    tCrB: cute.Tensor,
-    accumulate: cutlass.Constexpr[bool],
-):
-    """Issues acc (+)= A B as one committed wgmma group, without waiting for it."""
+def issue_gemm(acc: cute.Tensor, accumulate: bool, *products: tuple) -> None:
+    """Issues acc (+)= the sum of the products A B as one committed wgmma group, without waiting for it.
+
+    Args:
+        products: (tiled_mma, tCrA, tCrB) each.
+    """
     warpgroup.fence()
-    # a fresh atom: the accumulate flag is state of the atom, and setting it on an outer one would leak out of the loop
-    atom = cute.make_mma_atom(tiled_mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for k in cutlass.range_constexpr(cute.size(tCrA.shape[2])):
-        cute.gemm(atom, acc, tCrA[None, None, k], tCrB[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
+    for tiled_mma, tCrA, tCrB in products:
+        # a fresh atom: the accumulate flag is its state, and setting it on an outer one would leak out of the loop
+        atom = cute.make_mma_atom(tiled_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for k in range(cute.size(tCrA.shape[2])):
+            cute.gemm(atom, acc, tCrA[None, None, k], tCrB[None, None, k], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        accumulate = True
     warpgroup.commit_group()
 
 

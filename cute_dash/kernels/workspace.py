@@ -1,13 +1,14 @@
 """Layout of the one scratch buffer of a backward call. Host and device; all offsets in 4-byte elements.
 
 dQaccum    fp32   (tile_m * head_dim, num_m_blocks, num_streams)   partial sums of dQ, in register order
-LSE_log2   fp32   (tile_m, num_m_blocks, num_streams)              LSE * log2(e), +inf beyond seqlen_q
-dPsum      fp32   (tile_m, num_m_blocks, num_streams)              rowsum(dO * O), 0 beyond seqlen_q
+stats      fp32   (stats_size, num_m_blocks, num_streams)          LSE and dPsum, see `stats`
 semaphore  int32  (num_m_blocks, num_streams)                      the turnstile of each dQ tile
 counter    int32  (1)                                              work tiles claimed so far
 """
 
 from dataclasses import dataclass
+
+from cute_dash.config import BwdConfig
 
 ALIGNMENT = 32  # elements: every part starts on a 128-byte line
 
@@ -18,28 +19,23 @@ class WorkspaceLayout:
 
     num_streams: int
     num_m_blocks: int
-    tile_m: int
-    head_dim: int
+    config: BwdConfig
 
     @property
-    def num_rows(self) -> int:
-        return self.num_streams * self.num_m_blocks * self.tile_m
+    def num_tiles(self) -> int:
+        return self.num_streams * self.num_m_blocks
 
     @property
-    def LSE_log2(self) -> int:
-        return self.num_rows * self.head_dim
-
-    @property
-    def dPsum(self) -> int:
-        return self.LSE_log2 + _align(self.num_rows)
+    def stats(self) -> int:
+        return self.num_tiles * self.config.tile_m * self.config.head_dim
 
     @property
     def semaphore(self) -> int:
-        return self.dPsum + _align(self.num_rows)
+        return self.stats + _align(self.num_tiles * self.config.stats_size)
 
     @property
     def counter(self) -> int:
-        return self.semaphore + _align(self.num_streams * self.num_m_blocks)
+        return self.semaphore + _align(self.num_tiles)
 
     @property
     def size(self) -> int:

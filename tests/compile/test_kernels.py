@@ -65,10 +65,15 @@ def expected_hgmma_shapes(config: BwdConfig) -> Counter[tuple[int, int, int]]:
     else:
         columns //= num_warpgroups
     return (
-        Counter({(64, config.tile_m, 16): 2 * config.head_dim // 16})  # S^T and dP^T
+        Counter({(64, config.tile_m, 16): 2 * config.head_dim // 16 + num_stats_mmas(config)})  # S^T and dP^T
         + Counter({(64, config.head_dim, 16): 2 * config.tile_m // 16})  # dV and dK
         + Counter({(64, columns, 16): rows // 64 * config.tile_n // 16})  # dQ
     )
+
+
+def num_stats_mmas(config):
+    """The k-steps that bring LSE into S^T and dPsum into dP^T, where they come through the GEMMs."""
+    return 2 if config.stats_by_gemm else 0
 
 
 def converts_dQ(key):
@@ -93,17 +98,22 @@ def test_warpgroup_mmas_are_those_of_the_config(key):
     main = build_and_disassemble(key)["main"]
     assert main.hgmma_shapes() == expected_hgmma_shapes(key.config)
     assert main.count("HGMMA") == main.hgmma_shapes().total()
-    suffix = ".F32.BF16" if key.dtype == "bfloat16" else ".F32"
-    assert all(opcode.endswith(f"x16{suffix}") for opcode in main.opcodes if opcode.startswith("HGMMA"))
+    num_bf16 = sum(opcode.endswith("x16.F32.BF16") for opcode in main.opcodes if opcode.startswith("HGMMA"))
+    num_fp16 = sum(opcode.endswith("x16.F32") for opcode in main.opcodes if opcode.startswith("HGMMA"))
+    # the statistics are split into bf16 whatever the dtype
+    assert num_bf16 == (main.count("HGMMA") if key.dtype == "bfloat16" else num_stats_mmas(key.config))
+    assert num_bf16 + num_fp16 == main.count("HGMMA")
 
 
 @every_build
 def test_no_multiplication_is_done_twice(key):
-    """Five products of tile_m x tile_n x head_dim per step, counted without knowing how each is split."""
+    """Five products of tile_m x tile_n x head_dim per step, and a k-step for each statistic, however each is split."""
     shapes = build_and_disassemble(key)["main"].hgmma_shapes()
     per_warpgroup = sum(m * n * k * count for (m, n, k), count in shapes.items())
     config = key.config
-    assert config.num_mma_warpgroups * per_warpgroup == 5 * config.tile_m * config.tile_n * config.head_dim
+    per_step = config.num_mma_warpgroups * per_warpgroup
+    stats = num_stats_mmas(config) * 16 * config.tile_m * config.tile_n
+    assert per_step == 5 * config.tile_m * config.tile_n * config.head_dim + stats
 
 
 @every_build
@@ -112,7 +122,8 @@ def test_every_matrix_product_is_a_warpgroup_mma(key):
         assert kernel.count("HMMA") + kernel.count("IMMA") + kernel.count("DMMA") == 0, role
         assert role == "main" or kernel.count("HGMMA") == 0
     # scale and subtract of the softmax: one per value of this thread's part of S^T, nothing else
-    assert build_and_disassemble(key)["main"].count("FFMA") == 64 * key.config.tile_m // WARPGROUP_THREADS
+    num_values = 0 if key.config.stats_by_gemm else 64 * key.config.tile_m // WARPGROUP_THREADS
+    assert build_and_disassemble(key)["main"].count("FFMA") == num_values
 
 
 @every_release
@@ -144,9 +155,9 @@ def test_bulk_transfers(key):
     assert main.count("UTMALDG.4D") == 4 * num_boxes  # Q, K, V, dO
     num_outputs = 3 if converts_dQ(key) else 2  # dK, dV, dQ
     assert main.count("UTMASTG.4D") == num_outputs * num_boxes
-    # LSE, dPsum; the finished dQ tile in pieces of 16 columns of 64 fp32 rows
+    # the row statistics; the finished dQ tile in pieces of 16 columns of 64 fp32 rows
     num_pieces = key.config.tile_m * key.config.head_dim // 1024 if converts_dQ(key) else 0
-    assert main.count("UBLKCP.S.G") == 2 + num_pieces
+    assert main.count("UBLKCP.S.G") == 1 + num_pieces
     assert main.count("UBLKRED.G.S.ADD.F32.RN") == main.count("UBLKRED") == key.config.num_mma_warpgroups
     # the first contributor of an ordered schedule stores
     assert main.count("UBLKCP.G.S") == (key.config.num_mma_warpgroups if key.schedule.ordered else 0)

@@ -124,9 +124,9 @@ def test_memory_map_is_the_kernels(head_dim, causal):
     sizes = {name: end - start for (name, start), end in zip(starts.items(), [*starts.values()][1:], strict=False)}
     parts = memory.list_parts(config)
     assert storage.size_in_bytes() <= sum(parts.values())
-    rows = parts.pop("sLSE, sdPsum")  # padding follows them
-    assert rows <= sizes["sLSE"] + sizes["sdPsum"] < rows + 1024
-    assert parts.pop("barriers") >= starts["sLSE"]
+    stats = parts.pop("sStats")  # padding follows it
+    assert stats <= sizes["sStats"] < stats + 1024
+    assert parts.pop("barriers") >= starts["sOnes"]
     assert {name: sizes[name] for name in parts} == parts
 
 

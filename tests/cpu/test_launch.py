@@ -30,13 +30,15 @@ def test_outputs_are_not_filled_in_deterministic_mode():
     assert not x.isnan().all()
 
 
-@pytest.mark.parametrize("extents", [(1, 1, 64, 128), (3, 5, 80, 128), (512, 7, 128, 64)], ids=str)
-def test_workspace_parts_are_aligned_and_do_not_overlap(extents):
-    num_streams, num_m_blocks, tile_m, head_dim = extents
-    layout = WorkspaceLayout(*extents)
-    rows = num_streams * num_m_blocks * tile_m
-    starts = [0, layout.LSE_log2, layout.dPsum, layout.semaphore, layout.counter, layout.size]
-    sizes = [rows * head_dim, rows, rows, num_streams * num_m_blocks, 1]
+@pytest.mark.parametrize("tiles", [(1, 1), (3, 5), (512, 7)], ids=str)
+@pytest.mark.parametrize(("head_dim", "causal", "bytes_per_query"), [(64, True, 8), (128, True, 16), (128, False, 16)])
+def test_workspace_parts_are_aligned_and_do_not_overlap(tiles, head_dim, causal, bytes_per_query):
+    num_streams, num_m_blocks = tiles
+    config = get_config(head_dim, causal)
+    layout = WorkspaceLayout(num_streams, num_m_blocks, config)
+    rows = num_streams * num_m_blocks * config.tile_m
+    starts = [0, layout.stats, layout.semaphore, layout.counter, layout.size]
+    sizes = [rows * head_dim, rows * bytes_per_query // 4, num_streams * num_m_blocks, 1]
     for start, end, size in zip(starts[:-1], starts[1:], sizes, strict=True):
         assert start % ALIGNMENT == 0
         assert start + size <= end < start + size + 2 * ALIGNMENT
@@ -77,7 +79,7 @@ def test_launch_arguments(name, seqlen, causal, cooperative, num_ctas, launches)
         expected = (x.dout, x.q, x.k, x.v, out, lse, dq, dk, dv)
         assert all(a is b for a, b in zip(tensors, expected, strict=True))
         num_m_blocks = -(-seqlen // config.tile_m)
-        assert workspace.numel() == WorkspaceLayout(6, num_m_blocks, config.tile_m, 128).size
+        assert workspace.numel() == WorkspaceLayout(6, num_m_blocks, config).size
         assert rest == (None, None, 0.5, num_ctas)
 
 
