@@ -7,7 +7,7 @@ The choice depends on head dim and mask alone, never on the device: tile shapes 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window
 
 SUPPORTED_HEAD_DIMS = (64, 128)
 CONVERT_PIECE = 1024  # fp32 elements of dQ that are converted at a time: 16 columns of a warpgroup's accumulator
@@ -28,6 +28,8 @@ class BwdConfig:
         num_mma_regs, num_producer_regs: registers per thread after setmaxnreg.
         fuse_dQ: the main kernel converts finished dQ tiles itself, where its schedule is ordered; otherwise, and where
             shared memory has no room for it, a postprocess kernel does.
+        local: whether a sliding window is compiled in, instead of the causal or the full mask. Its sides are not: they
+            are arguments of the kernel.
     """
 
     head_dim: int
@@ -38,8 +40,11 @@ class BwdConfig:
     num_mma_regs: int = 240
     num_producer_regs: int = 24
     fuse_dQ: bool = False
+    local: bool = False
 
     def __post_init__(self) -> None:
+        if self.causal and self.local:
+            raise ValueError("causal=True and local=True exclude each other: a causal window is one with right = 0")
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
             raise ValueError(f"head_dim={self.head_dim} is not supported; allowed: {SUPPORTED_HEAD_DIMS}")
         if self.tile_m % 16 or self.tile_m <= 0:
@@ -60,9 +65,22 @@ class BwdConfig:
         if self.smem_bytes > SMEM_CAPACITY_BYTES:
             raise ValueError(f"{self} needs {self.smem_bytes} bytes of shared memory, {SMEM_CAPACITY_BYTES} exist")
 
-    def make_shape(self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> ProblemShape:
-        """The problem of these extents, ints of either kind, in the tiles and with the mask of this configuration."""
-        return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, self.tile_m, self.tile_n, self.causal)
+    def make_shape(
+        self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, window: Window | None = None
+    ) -> ProblemShape:
+        """The problem of these extents, ints of either kind, in the tiles and with the mask of this configuration.
+
+        Raises:
+            ValueError: a window for a configuration without one, or none for a local one.
+        """
+        if (window is not None) != self.local:
+            raise ValueError(f"{window=} does not go with local={self.local}")
+        return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, self.tile_m, self.tile_n, self.causal, window)
+
+    @property
+    def mask(self) -> str:
+        """The kind of mask that is compiled in, one of `problem.MASKS`."""
+        return "local" if self.local else "causal" if self.causal else "full"
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -98,19 +116,21 @@ class BwdConfig:
 
 
 @lru_cache
-def get_config(head_dim: int, causal: bool) -> BwdConfig:
-    """The configuration compiled for a head dim and mask.
+def get_config(head_dim: int, causal: bool, local: bool = False) -> BwdConfig:
+    """The configuration compiled for a head dim and mask; a window has the tiles of the causal mask.
 
     Raises:
-        ValueError: unsupported head dim, naming the supported ones.
+        ValueError: unsupported head dim, naming the supported ones; causal and local at once.
     """
     if head_dim == 64:
-        return _fused(head_dim, causal, tile_m=128)
-    if causal:
-        return _fused(head_dim, causal, tile_m=64)
+        return _fused(head_dim, causal, local, tile_m=128)
+    if causal or local:
+        return _fused(head_dim, causal, local, tile_m=64)
     return BwdConfig(head_dim, causal, tile_m=80, tile_n=128)
 
 
-def _fused(head_dim: int, causal: bool, tile_m: int) -> BwdConfig:
+def _fused(head_dim: int, causal: bool, local: bool, tile_m: int) -> BwdConfig:
     """Converting dQ takes more registers than a producer warp otherwise needs; the GEMMs leave them."""
-    return BwdConfig(head_dim, causal, tile_m, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True)
+    return BwdConfig(
+        head_dim, causal, tile_m, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True, local=local
+    )

@@ -26,11 +26,19 @@ def apply_mask(acc_S: cute.Tensor, shape: ProblemShape, m_block: Int32, n_block:
         first = Int32(0)
         if const_expr(shape.causal):
             first = key - (shape.seqlen_k - shape.seqlen_q) - m_block * shape.tile_m - 2 * (lane_idx % 4)
+        if const_expr(shape.window is not None):
+            # the query in line with this key; it is seen by `right` queries before and `left` ones behind that one
+            in_line = key - shape.diagonal - m_block * shape.tile_m - 2 * (lane_idx % 4)
+            first = in_line - shape.window.right
+            last = in_line + shape.window.left
         if key >= shape.seqlen_k:
             first = Int32(shape.tile_m)
         for v in cutlass.range_constexpr(cute.size(acc, mode=[2])):
             for c in cutlass.range_constexpr(2):
-                acc[c, r, v] = -Float32.inf if 8 * v + c < first else acc[c, r, v]
+                if const_expr(shape.window is not None):
+                    acc[c, r, v] = -Float32.inf if (8 * v + c < first) | (8 * v + c > last) else acc[c, r, v]
+                else:
+                    acc[c, r, v] = -Float32.inf if 8 * v + c < first else acc[c, r, v]
 
 
 def column_values(sX: cute.Tensor) -> cute.Tensor:
