@@ -177,9 +177,7 @@ def get_shape(q: Tensor, k: Tensor, causal: bool, window_size: tuple[int, int] =
     return _make_shape(q.shape, k.shape[1], causal, window_size)
 
 
-def _make_shape(
-    q_shape: tuple[int, ...], seqlen_k: int, causal: bool, window_size: tuple[int, int]
-) -> ProblemShape:
+def _make_shape(q_shape: tuple[int, ...], seqlen_k: int, causal: bool, window_size: tuple[int, int]) -> ProblemShape:
     batch, seqlen_q, num_heads, head_dim = q_shape
     causal, window = normalize_mask(causal, window_size, seqlen_q, seqlen_k)
     return get_config(head_dim, causal, window is not None).make_shape(batch, num_heads, seqlen_q, seqlen_k, window)
