@@ -626,14 +626,15 @@ def test_unknown_names_are_refused():
 
 def test_ours_is_called_with_the_contract_arguments(monkeypatch):
     module, inputs = ModuleType("cute_dash.launch"), _inputs(True, batch=1, seqlen=8, heads=1)
-    module.backward = lambda *args: args
+    module.backward = lambda *args, window_size: (*args, window_size)
     monkeypatch.setitem(sys.modules, "cute_dash.launch", module)
     monkeypatch.setattr(sys.modules["cute_dash"], "launch", module, raising=False)
     (candidate,), _ = find_candidates(standard_cell(128, "causal", 512), ["hybrid"], [])
-    *tensors, scale, causal, schedule, config = candidate.prepare(inputs)()
+    *tensors, scale, causal, schedule, config, window_size = candidate.prepare(inputs)()
     x = inputs
     assert all(a is b for a, b in zip(tensors, (x.dout, x.q, x.k, x.v, x.out, x.lse), strict=True))
     assert (scale, causal, schedule.name, config) == (x.softmax_scale, True, "hybrid", get_config(128, True))
+    assert window_size == (-1, -1)
 
 
 def test_a_changed_configuration_is_a_candidate_of_its_own(monkeypatch):
@@ -649,7 +650,7 @@ def test_a_changed_configuration_is_a_candidate_of_its_own(monkeypatch):
     candidates, untimed = find_candidates(cell, ["hybrid"], [], configs=[SHIPPED_CONFIG, change])
     assert [c.key.schedule for c in candidates] == ["hybrid", "hybrid[fuse_dQ=False]"] and not untimed
     module = ModuleType("cute_dash.launch")
-    module.backward = lambda *args: args[-1]
+    module.backward = lambda *args, window_size: args[-1]
     monkeypatch.setitem(sys.modules, "cute_dash.launch", module)
     monkeypatch.setattr(sys.modules["cute_dash"], "launch", module, raising=False)
     inputs = _inputs(True, batch=1, seqlen=8, heads=1)
