@@ -76,8 +76,9 @@ class FlashAttention4:
     def prepare(self, inputs: "Inputs", deterministic: bool) -> "BackwardCall":
         backward = import_module("flash_attn.cute.interface")._flash_attn_bwd
         x = inputs
-        # there None is no limit, and a negative number is one
-        window_left, window_right = (None if side < 0 else side for side in x.window_size)
+        # there only None is no limit
+        sides = zip(("window_size_left", "window_size_right"), x.window_size, strict=True)
+        window = {name: side for name, side in sides if side >= 0}
 
         def call() -> "Grads":
             dq, dk, dv, *_ = backward(
@@ -89,9 +90,8 @@ class FlashAttention4:
                 x.lse,
                 softmax_scale=x.softmax_scale,
                 causal=x.causal,
-                window_size_left=window_left,
-                window_size_right=window_right,
                 deterministic=deterministic,
+                **window,
             )
             return dq, dk, dv
 
