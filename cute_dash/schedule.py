@@ -51,7 +51,7 @@ class Schedule(Protocol):
         """Tile order: the work tile claimed as number `work_idx`, 0 <= work_idx < shape.num_work_tiles."""
 
     def get_num_steps(self, tile: WorkTile, shape: ProblemShape) -> int:
-        """How many m_blocks the work tile visits."""
+        """How many m_blocks the work tile visits; 0 where no query sees its keys, which only a window can do."""
 
     def get_m_block(self, step: int, tile: WorkTile, shape: ProblemShape) -> int:
         """Loop order: the m_block visited at `step`; a bijection from steps onto the work tile's m_blocks."""
