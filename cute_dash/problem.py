@@ -145,13 +145,22 @@ class ProblemShape:
 
     def needs_mask(self, m_block: int, n_block: int) -> bool:
         """True if some pair of a query and a key of this tile is masked or the key lies beyond seqlen_k."""
+        needs_right_mask = self.needs_right_mask(m_block, n_block)
+        return needs_right_mask if self.window is None else needs_right_mask | self.needs_left_mask(m_block, n_block)
+
+    def needs_right_mask(self, m_block: int, n_block: int) -> bool:
+        """True if the last key of this tile is hidden from its first query or lies beyond seqlen_k."""
         beyond_k = (n_block + 1) * self.tile_n > self.seqlen_k
         if self.mask == "full":
             return beyond_k
-        first_row, last_key = m_block * self.tile_m, (n_block + 1) * self.tile_n - 1
+        last_seen = m_block * self.tile_m + self.diagonal
+        if self.window is not None:
+            last_seen = last_seen + self.window.right
+        return beyond_k | ((n_block + 1) * self.tile_n - 1 > last_seen)
+
+    def needs_left_mask(self, m_block: int, n_block: int) -> bool:
+        """True if the first key of this tile is hidden from its last query; False without a window."""
         if self.window is None:
-            return beyond_k | (last_key > first_row + self.diagonal)
+            return False
         last_row = minimum((m_block + 1) * self.tile_m, self.seqlen_q) - 1
-        right_of_window = last_key > first_row + self.diagonal + self.window.right
-        left_of_window = n_block * self.tile_n < last_row + self.diagonal - self.window.left
-        return beyond_k | right_of_window | left_of_window
+        return n_block * self.tile_n < last_row + self.diagonal - self.window.left

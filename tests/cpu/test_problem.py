@@ -68,7 +68,11 @@ def test_a_tile_is_masked_exactly_where_it_must_be(seqlen_q, seqlen_k, tile_m, t
     for n in range(shape.num_n_blocks):
         for m in range(shape.get_m_block_min(n), shape.get_m_block_max(n)):
             beyond_k = (n + 1) * tile_n > seqlen_k
-            assert shape.needs_mask(m, n) == (beyond_k or not tile_of(visible, shape, m, n).all())
+            tile = tile_of(visible, shape, m, n)
+            assert shape.needs_mask(m, n) == (beyond_k or not tile.all())
+            # the corners: last key and first query, first key and last query
+            assert shape.needs_right_mask(m, n) == (beyond_k or not tile[0, -1])
+            assert shape.needs_left_mask(m, n) == (not tile[-1, 0])
 
 
 @settings(max_examples=1500, deadline=None, derandomize=True)
