@@ -325,7 +325,7 @@ class FlashAttentionBackwardSm90:
             it += 1
         if const_expr(config.local):
             if self.schedule.get_num_steps(tile, shape) == 0:
-                # no query sees these keys: nothing to load, but the MMA warpgroups write zeros and wait for their turn
+                # no query sees these keys: nothing to load, but the epilogue, which waits for this, writes zeros
                 rings.KV.wait_empty(work_it)
                 with cute.arch.elect_one():
                     rings.KV.arrive_full(work_it)
@@ -367,10 +367,10 @@ class FlashAttentionBackwardSm90:
         """Claims the next work tile and hands its index to all warps; an index beyond the last ends them.
 
         Called when this CTA holds or has passed on every turn of its current tile: the last step's partial is staged,
-        which needed the staging buffer, which the step before gave back after its turn; or the tile has no step, and it
-        was itself claimed under this condition. A tile claimed any earlier
-        queues behind turns of the current one. That is slow (claimed with the last loads, tiles waited for whole
-        streams: 17x slower in a serial order), and where tiles of a window wait for each other it can deadlock.
+        which needed the staging buffer, which the step before gave back after its turn; or the tile has no step, and was
+        itself claimed under this condition. A tile claimed any earlier queues behind turns of the current one. That is
+        slow (claimed with the last loads, tiles waited for whole streams: 17x slower in a serial order), and where tiles
+        of a window wait for each other it can deadlock.
         """
         work_idx = semaphore.claim_next(gmem.mCounter.iterator)
         ring.wait_empty(work_it)
