@@ -218,7 +218,12 @@ def _parser(prog: str = "python -m bench") -> argparse.ArgumentParser:
 def _add_what(group: Any) -> None:
     default = ",".join(map(cells.format_seqlen, cells.SEQLENS))
     group.add_argument("--head-dim", type=_list_of(_head_dim), default=list(cells.HEAD_DIMS), help="default: 64,128")
-    group.add_argument("--mask", type=_list_of(_mask), default=list(cells.MASKS), help="default: causal,full")
+    group.add_argument(
+        "--mask",
+        type=_list_of(_mask),
+        default=list(cells.MASKS),
+        help="causal, full, local:LEFT:RIGHT (a window in tokens, or inf); default: causal,full",
+    )
     group.add_argument(
         "--seqlen", type=_list_of(parse_seqlen), default=list(cells.SEQLENS), help=f"tokens; default: {default}"
     )
@@ -300,8 +305,7 @@ def _head_dim(text: str) -> int:
 
 
 def _mask(text: str) -> str:
-    if text not in cells.MASKS:
-        raise ValueError(f"mask={text!r} is not known; allowed: {', '.join(cells.MASKS)}")
+    cells.parse_window(text)
     return text
 
 

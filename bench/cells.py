@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cute_dash.config import BwdConfig, get_config
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, normalize_mask
 
 HEAD_DIMS = (64, 128)
-MASKS = ("causal", "full")
+MASKS = ("causal", "full")  # of the standard cells; beside them "local:LEFT:RIGHT", a sliding window in tokens
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 DTYPES = ("bf16", "fp16")
 TOKENS = 16384  # batch * seqlen of a standard cell
@@ -37,14 +37,18 @@ class Cell:
         for name in ("head_dim", "seqlen", "batch", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.mask not in MASKS:
-            raise ValueError(f"mask={self.mask!r} is not known; allowed: {', '.join(MASKS)}")
+        parse_window(self.mask)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not known; allowed: {', '.join(DTYPES)}")
 
     @property
     def causal(self) -> bool:
         return self.mask == "causal"
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """(left, right) in tokens; -1 for no limit."""
+        return parse_window(self.mask)
 
     @property
     def label(self) -> str:
@@ -57,9 +61,18 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Five matmuls of 2*S*S*D each per stream: 2.5 times the forward's two; half of it under the causal mask."""
-        full = 2.5 * 4 * self.batch * self.heads * self.seqlen**2 * self.head_dim
-        return full / 2 if self.causal else full
+        """Five matmuls of 2*S*S*D each per stream: 2.5 times the forward's two; half of it under the causal mask.
+
+        Under a window 2*D for each pair of a query and a key that it sees.
+        """
+        return 2.5 * 4 * self.batch * self.heads * self._num_pairs() * self.head_dim
+
+    def _num_pairs(self) -> float:
+        """(query, key) pairs of a stream that the FLOPs count."""
+        left, right = (self.seqlen - 1 if side < 0 else min(side, self.seqlen - 1) for side in self.window_size)
+        hidden = sum(n * (n + 1) / 2 for n in (self.seqlen - 1 - left, self.seqlen - 1 - right))
+        pairs = self.seqlen**2 - hidden
+        return self.seqlen**2 / 2 if self.causal else pairs
 
     @property
     def tensor_bytes(self) -> int:
@@ -90,8 +103,18 @@ class Cell:
         Raises:
             ValueError: a head dim that the kernel does not have.
         """
-        config = config or get_config(self.head_dim, self.causal)
-        return config.make_shape(self.batch, self.heads, self.seqlen, self.seqlen)
+        config = config or self.shipped_config()
+        _, window = normalize_mask(self.causal, self.window_size, self.seqlen, self.seqlen)
+        return config.make_shape(self.batch, self.heads, self.seqlen, self.seqlen, window)
+
+    def shipped_config(self) -> BwdConfig:
+        """What the kernel is compiled with for this cell.
+
+        Raises:
+            ValueError: a head dim that the kernel does not have.
+        """
+        causal, window = normalize_mask(self.causal, self.window_size, self.seqlen, self.seqlen)
+        return get_config(self.head_dim, causal, window is not None)
 
 
 def standard_cell(
@@ -120,6 +143,23 @@ def list_cells(
     seqlens = list(seqlens)
     masks = list(masks)
     return [standard_cell(d, m, s, batch, heads, dtype) for d in head_dims for m in masks for s in seqlens]
+
+
+def parse_window(mask: str) -> tuple[int, int]:
+    """The window of a mask: "local:1024:0" -> (1024, 0), "local:inf:8" -> (-1, 8), "full" and "causal" -> (-1, -1).
+
+    Raises:
+        ValueError: not a mask.
+    """
+    if mask in MASKS:
+        return -1, -1
+    kind, *sides = mask.split(":")
+    if kind != "local" or len(sides) != 2 or not all(side == "inf" or side.isdecimal() for side in sides):
+        raise ValueError(
+            f"mask={mask!r} is not known; allowed: {', '.join(MASKS)}, local:LEFT:RIGHT such as local:1024:0"
+        )
+    left, right = (-1 if side == "inf" else int(side) for side in sides)
+    return left, right
 
 
 def parse_seqlen(text: str) -> int:

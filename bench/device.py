@@ -14,6 +14,7 @@ from bench.cells import Cell
 from bench.implementations import PEERS
 from bench.reference import Inputs, Yardstick, make_yardstick
 from bench.timing import BurstPlan, Call, Clock, Timing, time_burst, time_sustained
+from cute_dash.forward import forward
 
 GEMM_EXTENT = 8192
 COPY_BYTES = 1 << 30
@@ -107,6 +108,9 @@ def random_inputs(cell: Cell, seed: int) -> Inputs:
         torch.randn(extents, generator=generator, device="cuda", dtype=_DTYPES[cell.dtype]) for _ in range(4)
     )
     scale = 1 / math.sqrt(cell.head_dim)
+    if cell.window_size != (-1, -1):
+        out, lse = forward(q, k, v, scale, cell.causal, cell.window_size)
+        return Inputs(q, k, v, out, dout, lse, scale, cell.causal, cell.window_size)
     # the functional form returns the LSE, which scaled_dot_product_attention keeps to itself
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         *(t.transpose(1, 2) for t in (q, k, v)), 0.0, cell.causal, False, scale=scale

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
+from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from bench.cells import Cell
 from bench.results import NOT_APPLICABLE, Key, Untimed
 from cute_dash import registry
-from cute_dash.config import BwdConfig, get_config
+from cute_dash.config import BwdConfig
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, Selector
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 OURS = "cute-dash"
 MODES = ("det", "nondet")
+CELL_FIELDS = ("head_dim", "causal", "local")  # of a configuration: the cell says what they are
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class Peer(Protocol):
     def missing(self) -> str | None:
         """Why it cannot run here, or None."""
 
+    def refuses(self, cell: Cell) -> str | None:
+        """Why it cannot time this cell, or None."""
+
     def prepare(self, inputs: "Inputs", deterministic: bool) -> "BackwardCall":
         """The call for these inputs."""
 
@@ -65,9 +70,15 @@ class FlashAttention4:
     def missing(self) -> str | None:
         return _import_error("flash_attn.cute.interface")
 
+    def refuses(self, cell: Cell) -> str | None:
+        return None
+
     def prepare(self, inputs: "Inputs", deterministic: bool) -> "BackwardCall":
         backward = import_module("flash_attn.cute.interface")._flash_attn_bwd
         x = inputs
+        # there only None is no limit
+        sides = zip(("window_size_left", "window_size_right"), x.window_size, strict=True)
+        window = {name: side for name, side in sides if side >= 0}
 
         def call() -> "Grads":
             dq, dk, dv, *_ = backward(
@@ -80,6 +91,7 @@ class FlashAttention4:
                 softmax_scale=x.softmax_scale,
                 causal=x.causal,
                 deterministic=deterministic,
+                **window,
             )
             return dq, dk, dv
 
@@ -97,6 +109,9 @@ class Cudnn:
 
     def missing(self) -> str | None:
         return _import_error("cudnn")
+
+    def refuses(self, cell: Cell) -> str | None:
+        return None if cell.window_size == (-1, -1) else "the graph that is built here has no sliding window"
 
     def prepare(self, inputs: "Inputs", deterministic: bool) -> "BackwardCall":
         import torch
@@ -200,8 +215,8 @@ class ConfigChange:
         changes = []
         for part in text.split(","):
             name, _, value = (x.strip() for x in part.partition("="))
-            if name not in known or name in ("head_dim", "causal"):
-                names = ", ".join(n for n in known if n not in ("head_dim", "causal"))
+            if name not in known or name in CELL_FIELDS:
+                names = ", ".join(n for n in known if n not in CELL_FIELDS)
                 raise ValueError(f"config={part!r}: {name!r} is no field of the configuration; allowed: {names}")
             allowed = {"True": True, "False": False} if isinstance(known[name], bool) else None
             if (value not in allowed) if allowed else not value.isdecimal():
@@ -212,7 +227,7 @@ class ConfigChange:
     def apply(self, cell: Cell) -> BwdConfig:
         """The configuration of a cell with these changes; ValueError if the kernel cannot have it."""
         changes: dict[str, Any] = dict(self.fields)
-        return replace(get_config(cell.head_dim, cell.causal), **changes)
+        return replace(cell.shipped_config(), **changes)
 
     def label(self, name: str) -> str:
         return f"{name}[{','.join(f'{n}={v}' for n, v in self.fields)}]" if self.fields else name
@@ -239,14 +254,19 @@ def find_candidates(
         num_sms: of the device, which holds one CTA of the kernel on each; None: not known, any number is enough.
         configs: configurations to time each schedule with.
     Returns:
-        Candidates, and our schedules that cannot implement the cell.
+        Candidates, and those that cannot implement the cell: our schedules, and peers.
     """
     schedules, ours, untimed = list(schedules), [], []
     for change in configs:
         candidates, refused = _our_candidates(cell, schedules, num_sms, change)
         ours += candidates
         untimed += refused
-    theirs = [_peer_candidate(peer, mode) for peer in peers if peer.missing() is None for mode in MODES]
+    theirs = []
+    for peer, mode in product((peer for peer in peers if peer.missing() is None), MODES):
+        if reason := peer.refuses(cell):
+            untimed.append(Untimed.of(Key(peer.name, mode, None), cell, NOT_APPLICABLE, reason))
+        else:
+            theirs.append(_peer_candidate(peer, mode))
     return [*ours, *theirs], untimed
 
 
@@ -293,7 +313,8 @@ def _prepare_ours(schedule: Schedule, config: BwdConfig) -> "Callable[[Inputs], 
         from cute_dash.launch import backward
 
         x = inputs
-        return lambda: backward(x.dout, x.q, x.k, x.v, x.out, x.lse, x.softmax_scale, x.causal, schedule, config)
+        arguments = (x.dout, x.q, x.k, x.v, x.out, x.lse, x.softmax_scale, x.causal, schedule, config)
+        return lambda: backward(*arguments, window_size=x.window_size)
 
     return prepare
 

@@ -6,7 +6,7 @@ computed, in chunks of query rows; the yardstick covers all streams.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,6 +33,7 @@ class Inputs:
         lse: (B, H, S), fp32, natural log.
         softmax_scale: factor of the logits.
         causal: the mask; query and key lengths are equal.
+        window_size: sliding window (left, right) in tokens, -1 for no limit.
     """
 
     q: torch.Tensor
@@ -43,6 +44,7 @@ class Inputs:
     lse: torch.Tensor
     softmax_scale: float
     causal: bool
+    window_size: tuple[int, int] = (-1, -1)
 
     @property
     def num_streams(self) -> int:
@@ -138,8 +140,13 @@ def _stream_gradients(inputs: Inputs, stream: int, chunk_rows: int) -> Grads:
     for start in range(0, seqlen, chunk_rows):
         rows = slice(start, min(start + chunk_rows, seqlen))
         s = scale * (q[rows] @ k.T)  # (rows, S)
+        left, right = inputs.window_size
         if inputs.causal:
             s.masked_fill_(keys > keys[rows, None], float("-inf"))
+        if left >= 0:
+            s.masked_fill_(keys < keys[rows, None] - left, float("-inf"))
+        if right >= 0:
+            s.masked_fill_(keys > keys[rows, None] + right, float("-inf"))
         p = torch.softmax(s, dim=-1)
         dp = dout[rows] @ v.T
         d_psum = (dout[rows] * (p @ v)).sum(-1, keepdim=True)
@@ -152,11 +159,31 @@ def _stream_gradients(inputs: Inputs, stream: int, chunk_rows: int) -> Grads:
 
 def torch_flash_backward(inputs: Inputs) -> Grads:
     """dq, dk, dv of torch's own flash attention in the input dtype, each (B, S, H, D), contiguous."""
+    if inputs.window_size != (-1, -1):
+        return _torch_flash_backward_local(inputs)
     q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = scaled_dot_product_attention(q, k, v, is_causal=inputs.causal, scale=inputs.softmax_scale)
         grads = torch.autograd.grad(out, (q, k, v), inputs.dout.transpose(1, 2))
     dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
+    return dq, dk, dv
+
+
+def _torch_flash_backward_local(inputs: Inputs) -> Grads:
+    """The same with a window, which scaled_dot_product_attention has no argument for."""
+    x, (batch, seqlen, heads, head_dim) = inputs, inputs.q.shape
+    starts = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=x.q.device)
+    lengths = (starts, starts, seqlen, seqlen)
+    left, right = (None if side < 0 else side for side in x.window_size)
+    options: dict[str, Any] = dict(scale=x.softmax_scale, window_size_left=left, window_size_right=right)
+    q, k, v, dout = (t.reshape(-1, heads, head_dim) for t in (x.q, x.k, x.v, x.dout))
+    out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *lengths, 0.0, False, False, **options
+    )
+    grads = torch.ops.aten._flash_attention_backward(
+        dout, q, k, v, out, lse, *lengths, 0.0, False, rng_state, unused, **options
+    )
+    dq, dk, dv = (g.view(x.q.shape) for g in grads)
     return dq, dk, dv
 
 

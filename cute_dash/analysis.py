@@ -124,7 +124,7 @@ def selection_table(selector: SelectingSchedule) -> str:
     rows = [["mask", "KV tiles", "schedule"]]
     for row in selector.table:
         tiles = "any" if row.max_n_blocks is None else f"<= {row.max_n_blocks}"
-        rows.append(["causal" if row.causal else "full", tiles, repr(row.schedule)])
+        rows.append([row.mask, tiles, repr(row.schedule)])
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{mask:<{widths[0]}}  {tiles:<{widths[1]}}  {name}" for mask, tiles, name in rows)
 
@@ -222,6 +222,9 @@ class _Simulation:
         return Timeline(tuple(tuple(cta) for cta in self.intervals), self.stalled, self.held)
 
     def _claim(self, cta_idx: int, now: Any) -> None:
+        # a tile that a window leaves no step takes no time
+        while self.num_claimed < len(self.orders) and not self.orders[self.num_claimed].m_blocks:
+            self.num_claimed += 1
         if self.num_claimed < len(self.orders):
             self.ctas[cta_idx] = _Cta(self.orders[self.num_claimed], now)
             self.num_claimed += 1

@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import Schedule, Selector, WorkTile
 from cute_dash.traced_int import TracedInt
 
@@ -418,6 +418,8 @@ def _step_pairs(order: TileOrder, other: TileOrder) -> Iterator[dict[str, tuple[
 def _check_traceable(schedule: Schedule, shape: ProblemShape, orders: list[TileOrder]) -> None:
     """Run a sample on traced ints; the methods are branch-free, so every line of them runs at the first tile."""
     extents: Any = {name: TracedInt(getattr(shape, name)) for name in ("batch", "num_heads", "seqlen_q", "seqlen_k")}
+    if shape.window is not None:
+        extents["window"] = Window(*map(_trace, shape.window))
     traced_shape = dataclasses.replace(shape, **extents)
     for work_idx in _spread(len(orders), _TRACED_TILES):
         order = orders[work_idx]

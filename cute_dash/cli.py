@@ -27,7 +27,7 @@ from tabulate import tabulate
 import cute_dash
 from cute_dash.check import ScheduleError, describe_failure, find_violation
 from cute_dash.config import SUPPORTED_HEAD_DIMS, BwdConfig, get_config
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import MASKS, ProblemShape, Window, normalize_mask
 from cute_dash.registry import ScheduleFileError, ShadowedPackageError, UnsupportedShapeError
 from cute_dash.schedule import Schedule
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from cute_dash.doctor import Finding
 
 OK, FAILED, USAGE = 0, 1, 2
-MASKS = ("full", "causal")
 DTYPES = ("bfloat16", "float16")
 SLOW_S = 2.0  # what takes longer says on stderr what it is doing, and says so again each time that has doubled
 
@@ -128,7 +127,13 @@ def _parser() -> argparse.ArgumentParser:
         "names", nargs="*", metavar="NAME|module:ATTR", help="schedules (default: all that can order the mask)"
     )
     command.add_argument("--schedule", nargs="+", default=[], metavar="NAME", help="the same, as an option")
-    command.add_argument("--mask", nargs="+", choices=MASKS, default=list(MASKS), help="default: both")
+    command.add_argument(
+        "--mask",
+        nargs="+",
+        choices=MASKS,
+        default=["full", "causal"],
+        help="local: sliding windows; default: full causal",
+    )
     command.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
     command.add_argument(
         "--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(SUPPORTED_HEAD_DIMS)
@@ -155,7 +160,16 @@ def _add_json(command: argparse.ArgumentParser) -> None:
 
 def _add_shape(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("shape")
-    group.add_argument("--mask", choices=MASKS, default="causal", help="default: %(default)s, aligned bottom-right")
+    group.add_argument(
+        "--mask", choices=("full", "causal"), help="aligned bottom-right; default: causal, with --window full"
+    )
+    group.add_argument(
+        "--window",
+        type=_window,
+        default=(-1, -1),
+        metavar="LEFT,RIGHT",
+        help="sliding window of so many keys on each side of a query, inf for no limit: 1k,0; default: none",
+    )
     group.add_argument("--seqlen-q", type=_tokens, default=2048, metavar="TOKENS", help="e.g. 1000 or 4k (default: 2k)")
     group.add_argument("--seqlen-k", type=_tokens, metavar="TOKENS", help="default: as seqlen-q")
     group.add_argument("--batch", type=_positive, default=1, metavar="N", help="default: %(default)s")
@@ -192,6 +206,25 @@ def _tokens(text: str) -> int:
         raise argparse.ArgumentTypeError(message) from None
 
 
+def _window(text: str) -> tuple[int, int]:
+    """ "1k,0" -> (1024, 0); "inf" is -1, no limit."""
+    try:
+        left, right = (_window_side(side) for side in text.split(","))
+    except ValueError:
+        message = f"invalid window {text!r}: it must be LEFT,RIGHT in tokens, at least 0 or inf, such as 1k,0"
+        raise argparse.ArgumentTypeError(message) from None
+    return left, right
+
+
+def _window_side(text: str) -> int:
+    if text in ("inf", "-1"):
+        return -1
+    digits, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
+    if not (digits.isascii() and digits.isdecimal()):
+        raise ValueError(text)
+    return int(digits) * factor
+
+
 def _at_least_one(text: str, what: str, allowed: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"invalid {what} {text!r}: it must be {allowed}")
@@ -208,12 +241,13 @@ def _time(text: str) -> float:
     return value
 
 
-def _shape(args: argparse.Namespace, mask: str | None = None) -> ProblemShape:
+def _shape(args: argparse.Namespace) -> ProblemShape:
     """The problem that the shape options describe, in the kernel's tiles."""
-    causal = (mask or args.mask) == "causal"
-    config = get_config(args.head_dim, causal)
     seqlen_k = args.seqlen_k or args.seqlen_q
-    return config.make_shape(args.batch, args.heads, args.seqlen_q, seqlen_k)
+    mask = args.mask or ("causal" if args.window == (-1, -1) else "full")
+    causal, window = normalize_mask(mask == "causal", args.window, args.seqlen_q, seqlen_k)
+    config = get_config(args.head_dim, causal, window is not None)
+    return config.make_shape(args.batch, args.heads, args.seqlen_q, seqlen_k, window)
 
 
 # Commands
@@ -417,7 +451,7 @@ def _compile(args: argparse.Namespace) -> int:
     folder = _writable_cache_dir()
     jobs: list[CompileKey] = []
     for head_dim, mask in itertools.product(args.head_dim, args.mask):
-        config = get_config(head_dim, mask == "causal")
+        config = get_config(head_dim, mask == "causal", mask == "local")
         for name, schedule in schedules.items():
             try:
                 found = _list_keys(schedule, config, args.dtype)
@@ -516,8 +550,10 @@ def _list_kernels(schedules: Sequence[Schedule], config: BwdConfig) -> list[_Ker
 
 
 def _square_shape(batch: int, num_heads: int, num_tiles: int, config: BwdConfig) -> ProblemShape:
+    """Of a local configuration with a causal window of half the tokens: a kernel takes any, so any tells which it is."""
     seqlen = num_tiles * config.tile_n
-    return config.make_shape(batch, num_heads, seqlen, seqlen)
+    window = Window(left=seqlen // 2, right=0) if config.local else None
+    return config.make_shape(batch, num_heads, seqlen, seqlen, window)
 
 
 def _compile_one(key: "CompileKey", folder: Path) -> str:
@@ -543,9 +579,8 @@ def _compile_one(key: "CompileKey", folder: Path) -> str:
 
 
 def _describe_key(key: "CompileKey") -> str:
-    mask = "causal" if key.config.causal else "full"
     launch = "cooperative" if key.cooperative else "plain"
-    return f"head dim {key.config.head_dim}, {mask}, {key.dtype}, {key.schedule!r}, {launch} launch"
+    return f"head dim {key.config.head_dim}, {key.config.mask}, {key.dtype}, {key.schedule!r}, {launch} launch"
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -622,9 +657,9 @@ def _saying_if_slow(text: str) -> Iterator[None]:
 
 
 def _describe(shape: ProblemShape) -> str:
-    mask = "causal" if shape.causal else "full"
+    mask = f"{shape.mask} mask" if shape.window is None else f"window {shape.window.left},{shape.window.right}"
     return (
-        f"{mask} mask, {shape.seqlen_q} x {shape.seqlen_k} tokens ({shape.num_m_blocks} x {shape.num_n_blocks} tiles), "
+        f"{mask}, {shape.seqlen_q} x {shape.seqlen_k} tokens ({shape.num_m_blocks} x {shape.num_n_blocks} tiles), "
         f"batch {shape.batch}, {shape.num_heads} heads"
     )
 

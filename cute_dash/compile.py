@@ -2,7 +2,7 @@
 
 Host only. A key is everything that shapes the machine code: configuration, dtype, schedule (class and fields), launch
 mode, debug, the sources of this package and of `schedules`, the versions of what compiles them, and the architecture.
-The choice of shapes is not in it: kernels take any batch, heads and lengths.
+The choice of shapes is not in it: kernels take any batch, heads, lengths and, if they are local, any window.
 
 Only schedules whose classes come from these two packages are cached on disk: of others nothing tells which sources they
 depend on, and a stale kernel would run another order than the one asked for. Likewise nothing is cached on disk once a
@@ -62,8 +62,8 @@ class CompileKey:
             raise ValueError(f"dtype={self.dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
 
     def describe(self) -> str:
-        mask = "causal" if self.config.causal else "full"
-        return f"{self.schedule.name} hd{self.config.head_dim} {mask} {self.dtype}" + (" debug" if self.debug else "")
+        config = self.config
+        return f"{self.schedule.name} hd{config.head_dim} {config.mask} {self.dtype}" + (" debug" if self.debug else "")
 
     def digest(self) -> str:
         """Hex digest of the key, the sources and the versions."""
@@ -155,6 +155,8 @@ def build(key: CompileKey, options: str = "") -> Any:
         debug_tensor((cute.sym_int(), cute.sym_int(), cute.sym_int()), (*strides(2), 1)),
         debug_tensor((8,), (1,)),
         Float32(1.0),  # softmax_scale
+        Int32(0),  # window_left
+        Int32(0),  # window_right
         Int32(1),  # num_ctas
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}".strip(),

@@ -7,7 +7,7 @@ The choice depends on head dim and mask alone, never on the device: tile shapes 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window
 
 SUPPORTED_HEAD_DIMS = (64, 128)
 STATS_COLUMNS = 8  # bf16 values per query of the statistics operand: 16 bytes, one row of a wgmma core matrix
@@ -30,6 +30,8 @@ class BwdConfig:
         stats_by_gemm: LSE and dPsum enter S and dP as one more k-step of their GEMMs (`kernels.stats`).
         fuse_dQ: the main kernel converts finished dQ tiles itself, where its schedule is ordered; otherwise, and where
             shared memory has no room for it, a postprocess kernel does.
+        local: whether a sliding window is compiled in, instead of the causal or the full mask. Its sides are not: they
+            are arguments of the kernel.
     """
 
     head_dim: int
@@ -41,8 +43,11 @@ class BwdConfig:
     num_producer_regs: int = 24
     stats_by_gemm: bool = False
     fuse_dQ: bool = False
+    local: bool = False
 
     def __post_init__(self) -> None:
+        if self.causal and self.local:
+            raise ValueError("causal=True and local=True exclude each other: a causal window is one with right = 0")
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
             raise ValueError(f"head_dim={self.head_dim} is not supported; allowed: {SUPPORTED_HEAD_DIMS}")
         if self.tile_m % 16 or self.tile_m <= 0:
@@ -63,9 +68,22 @@ class BwdConfig:
         if self.smem_bytes > SMEM_CAPACITY_BYTES:
             raise ValueError(f"{self} needs {self.smem_bytes} bytes of shared memory, {SMEM_CAPACITY_BYTES} exist")
 
-    def make_shape(self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> ProblemShape:
-        """The problem of these extents, ints of either kind, in the tiles and with the mask of this configuration."""
-        return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, self.tile_m, self.tile_n, self.causal)
+    def make_shape(
+        self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, window: Window | None = None
+    ) -> ProblemShape:
+        """The problem of these extents, ints of either kind, in the tiles and with the mask of this configuration.
+
+        Raises:
+            ValueError: a window for a configuration without one, or none for a local one.
+        """
+        if (window is not None) != self.local:
+            raise ValueError(f"{window=} does not go with local={self.local}")
+        return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, self.tile_m, self.tile_n, self.causal, window)
+
+    @property
+    def mask(self) -> str:
+        """The kind of mask that is compiled in, one of `problem.MASKS`."""
+        return "local" if self.local else "causal" if self.causal else "full"
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -106,17 +124,19 @@ class BwdConfig:
 
 
 @lru_cache
-def get_config(head_dim: int, causal: bool) -> BwdConfig:
-    """The configuration compiled for a head dim and mask.
+def get_config(head_dim: int, causal: bool, local: bool = False) -> BwdConfig:
+    """The configuration compiled for a head dim and mask; a window has the tiles of the causal mask.
 
     Raises:
-        ValueError: unsupported head dim, naming the supported ones.
+        ValueError: unsupported head dim, naming the supported ones; causal and local at once.
     """
     if head_dim == 64:
         # converting dQ takes more registers than a producer warp otherwise needs; the GEMMs leave them
-        return BwdConfig(head_dim, causal, tile_m=128, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True)
-    if causal:
         return BwdConfig(
-            head_dim, causal, tile_m=64, tile_n=128, num_mma_regs=232, num_producer_regs=40, stats_by_gemm=True
+            head_dim, causal, 128, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True, local=local
+        )
+    if causal or local:
+        return BwdConfig(
+            head_dim, causal, 64, tile_n=128, num_mma_regs=232, num_producer_regs=40, stats_by_gemm=True, local=local
         )
     return BwdConfig(head_dim, causal, tile_m=80, tile_n=128, stats_by_gemm=True)

@@ -24,14 +24,21 @@ from torch import Tensor
 
 from cute_dash.check import ScheduleError
 from cute_dash.config import BwdConfig, get_config
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window, normalize_mask
 from cute_dash.registry import resolve
 from cute_dash.schedule import Schedule, WorkTile
 
 _LOG2_E = math.log2(math.e)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor]:
     """Attention forward in fp32, one (batch, head) at a time so that its bits do not depend on the batch around it.
 
     Args:
@@ -39,13 +46,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool)
         k, v: (batch, seqlen_k, num_heads, head_dim), dtype of q.
         softmax_scale: factor on Q K^T.
         causal: bottom-right aligned causal mask.
+        window_size: sliding window (left, right), -1 for no limit.
 
     Returns:
         out in the shape and dtype of q, and LSE (batch, num_heads, seqlen_q) in fp32, natural logarithm. A query that
         sees no key has out 0 and LSE -inf.
     """
     batch, seqlen_q, num_heads, _ = q.shape
-    visible = _visible(range(seqlen_q), range(k.shape[1]), k.shape[1] - seqlen_q, q.device) if causal else None
+    seqlen_k = k.shape[1]
+    window = _as_window(*normalize_mask(causal, window_size, seqlen_q, seqlen_k), seqlen_k)
+    visible = window and _visible(range(seqlen_q), range(seqlen_k), seqlen_k - seqlen_q, window, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
     q, k, v = _to_streams(q), _to_streams(k), _to_streams(v)
@@ -72,6 +82,7 @@ def backward(
     causal: bool,
     schedule: "str | Schedule",
     *,
+    window_size: tuple[int, int] = (-1, -1),
     config: BwdConfig | None = None,
     interleaving: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,6 +95,7 @@ def backward(
         softmax_scale: factor on Q K^T.
         causal: bottom-right aligned causal mask.
         schedule: a name, "module:ATTR" or a schedule object.
+        window_size: sliding window (left, right), -1 for no limit.
         config: tile shapes; default those of the kernel for this head dim and mask.
         interleaving: None runs as few CTAs as the schedule allows, each claiming in tile order, the earliest claimed
             tile first. An int is the seed of a random interleaving: a random number of CTAs claim in tile order and
@@ -97,8 +109,9 @@ def backward(
         ValueError: unknown schedule, or one that cannot implement the shape; unsupported head dim.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
-    config = config or get_config(head_dim, causal)
-    shape = ProblemShape(batch, num_heads, seqlen_q, k.shape[1], config.tile_m, config.tile_n, causal)
+    causal, window = normalize_mask(causal, window_size, seqlen_q, k.shape[1])
+    config = config or get_config(head_dim, causal, window is not None)
+    shape = ProblemShape(batch, num_heads, seqlen_q, k.shape[1], config.tile_m, config.tile_n, causal, window)
     operands = _Operands(
         q=_to_streams(q),
         k=_to_streams(k),
@@ -205,8 +218,9 @@ class _BackwardRun:
         keys = _tile_slice(n_block, shape.tile_n, shape.seqlen_k)
         q, dout, k, v = x.q[b, h, rows], x.dout[b, h, rows], x.k[b, h, keys], x.v[b, h, keys]
         p = torch.exp2(q @ k.T * x.scale_log2 - x.lse_log2[b, h, rows, None])  # (tile_m, tile_n)
-        if shape.causal and shape.needs_mask(m_block, n_block):
-            visible = _visible(_indices(rows), _indices(keys), shape.seqlen_k - shape.seqlen_q, p.device)
+        window = _as_window(shape.causal, shape.window, shape.seqlen_k)
+        if window and shape.needs_mask(m_block, n_block):
+            visible = _visible(_indices(rows), _indices(keys), shape.diagonal, window, p.device)
             p = p.masked_fill(~visible, 0.0)
         ds = p * (dout @ v.T - x.dpsum[b, h, rows, None])  # (tile_m, tile_n)
         p, ds = p.to(x.dtype).float(), ds.to(x.dtype).float()
@@ -272,7 +286,13 @@ def _indices(tokens: slice) -> range:
     return range(tokens.start, tokens.stop)
 
 
-def _visible(queries: range, keys: range, diagonal: int, device: torch.device) -> Tensor:
-    """Bool (queries, keys): bottom-right causal mask, query i sees keys up to i + diagonal = i + seqlen_k - seqlen_q."""
-    rows = torch.arange(queries.start, queries.stop, device=device)
-    return torch.arange(keys.start, keys.stop, device=device)[None, :] <= rows[:, None] + diagonal
+def _as_window(causal: bool, window: Window | None, seqlen_k: int) -> Window | None:
+    """The causal mask as the window that it is; None for the full mask."""
+    return Window(left=seqlen_k - 1, right=0) if causal else window
+
+
+def _visible(queries: range, keys: range, diagonal: int, window: Window, device: torch.device) -> Tensor:
+    """Bool (queries, keys): query i sees keys i + diagonal - left .. i + diagonal + right, diagonal = seqlen_k - seqlen_q."""
+    rows = torch.arange(queries.start, queries.stop, device=device)[:, None] + diagonal
+    columns = torch.arange(keys.start, keys.stop, device=device)[None, :]
+    return (columns >= rows - window.left) & (columns <= rows + window.right)

@@ -1,24 +1,36 @@
 """Attention forward on CUDA through torch's libraries, brought to this package's semantics.
 
-Host. cuDNN where torch says that it applies, else FlashAttention-2; both give LSE in fp32, natural logarithm. Three
+Host. cuDNN where torch says that it applies, else FlashAttention-2; both give LSE in fp32, natural logarithm. These
 things differ between them and from the contract:
 
 * causal with seqlen_q != seqlen_k: cuDNN aligns the mask top-left; FlashAttention-2, from version 2.1 on and when called
   below `scaled_dot_product_attention`, bottom-right, which is the contract. So unequal causal lengths go to the latter.
+* sliding windows: cuDNN has none through torch. FlashAttention-2 has them, aligned bottom-right, but takes a side of
+  seqlen_k or more for no limit, and no limit on one side for a limit of seqlen_k where the other side has one. Both are
+  wrong for some queries if there are more queries than keys: those go to it in parts, see `_split_queries`.
 * called with a batch of equal lengths, FlashAttention-2 may split the keys among CTAs by how many blocks the batch has and
   how many SMs the device: the bits of a sequence's out would depend on both. Called with cumulative lengths it does not.
-* queries that see no key (causal, the first seqlen_q - seqlen_k): their out and LSE are undefined or +inf there; the
+* queries that see no key (the first seqlen_q - seqlen_k - right): their out and LSE are undefined or +inf there; the
   contract says out 0 and LSE -inf.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cute_dash.problem import Window, normalize_mask
 
-def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor]:
     """Attention forward on the current stream of the tensors' device.
 
     Args:
@@ -26,17 +38,66 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool)
         k, v: (batch, seqlen_k, num_heads, head_dim), same dtype and device.
         softmax_scale: factor on Q K^T, above 0.
         causal: bottom-right aligned causal mask.
+        window_size: sliding window (left, right), -1 for no limit.
 
     Returns:
         out (batch, seqlen_q, num_heads, head_dim), contiguous, dtype of q, and LSE (batch, num_heads, seqlen_q), fp32.
     """
-    run = _cudnn_forward if _cudnn_applies(q, k, v, causal) else _flash_forward
-    out, lse = run(q, k, v, softmax_scale, causal)
-    num_blind_queries = max(q.shape[1] - k.shape[1], 0) if causal else 0
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    causal, window = normalize_mask(causal, window_size, seqlen_q, seqlen_k)
+    if window is not None:
+        out, lse = _local_forward(q, k, v, softmax_scale, window)
+    else:
+        run = _cudnn_forward if _cudnn_applies(q, k, v, causal) else _flash_forward
+        out, lse = run(q, k, v, softmax_scale, causal)
+    right = 0 if causal else seqlen_q if window is None else window.right
+    num_blind_queries = max(seqlen_q - seqlen_k - right, 0)
     if num_blind_queries:
         out[:, :num_blind_queries].zero_()
         lse[:, :, :num_blind_queries].fill_(-math.inf)
     return out, lse
+
+
+class QueryRange(NamedTuple):
+    """Queries start .. stop - 1, which FlashAttention-2 can run with all keys and this mask; -1 is no limit."""
+
+    start: int
+    stop: int
+    causal: bool
+    window_left: int
+    window_right: int
+
+
+def _split_queries(seqlen_q: int, seqlen_k: int, window: Window) -> list[QueryRange]:
+    """Parts of the queries for which FlashAttention-2's reading of a window is the contract's; mostly one.
+
+    With no more queries than keys, and whenever right < seqlen_k, the two agree. Else three parts: queries that the right
+    side limits, which the left one, reaching seqlen_k further back, does not; queries that no side limits; and the last
+    ones, fewer than seqlen_k, which the left side limits.
+    """
+    left, right = window
+    if seqlen_q <= seqlen_k or right < seqlen_k:
+        return [QueryRange(0, seqlen_q, False, left, right)]
+    # the last query of a part is in line with the last key: part by part the window moves over
+    see_last_key = seqlen_q - right if right < seqlen_q - 1 else 0
+    see_first_key = min(seqlen_q - seqlen_k + left + 1, seqlen_q)
+    parts = [
+        QueryRange(0, see_last_key, True, -1, -1),
+        QueryRange(see_last_key, see_first_key, False, -1, -1),
+        QueryRange(see_first_key, seqlen_q, False, left, -1),
+    ]
+    return [part for part in parts if part.start < part.stop]
+
+
+def _local_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window: Window) -> tuple[Tensor, Tensor]:
+    parts = [
+        _flash_forward(q[:, start:stop], k, v, softmax_scale, causal, (left, right))
+        for start, stop, causal, left, right in _split_queries(q.shape[1], k.shape[1], window)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
 
 
 def _cudnn_applies(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
@@ -56,8 +117,16 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal
     return out.transpose(1, 2).contiguous(), lse
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, num_heads, head_dim = q.shape
+    window_left, window_right = (None if side < 0 else side for side in window_size)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(x.reshape(-1, num_heads, head_dim) for x in (q, k, v)),
         cum_seq_q=_cumulative(batch, seqlen_q, q.device),
@@ -68,6 +137,8 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal
         is_causal=causal,
         return_debug_mask=False,
         scale=softmax_scale,
+        window_size_left=window_left,
+        window_size_right=window_right,
     )
     if lse.dim() == 2:  # (num_heads, batch * seqlen_q); older torch: (batch, num_heads, seqlen_q)
         lse = lse.view(num_heads, batch, seqlen_q).transpose(0, 1).clone(memory_format=torch.contiguous_format)

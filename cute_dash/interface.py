@@ -1,8 +1,8 @@
 """The public torch functions. Host; CUDA tensors run on a Hopper GPU, CPU tensors on the emulator.
 
 Tensors are (batch, seqlen, num_heads, head_dim), LSE is (batch, num_heads, seqlen_q) in fp32, natural logarithm. The
-causal mask is bottom-right aligned: query i sees keys 0 .. i + seqlen_k - seqlen_q; a query that sees no key has out 0,
-LSE -inf and dq 0.
+causal mask and sliding windows are bottom-right aligned: query i is in line with key i + seqlen_k - seqlen_q. A query that
+sees no key has out 0, LSE -inf and dq 0; a key that no query sees has dk and dv 0.
 """
 
 from torch import Tensor
@@ -34,8 +34,9 @@ def flash_attn_func(
             with a contiguous last dim are taken as they are if 16-byte aligned, others are copied.
         k, v: (batch, seqlen_k, num_heads, head_dim), dtype and device of q.
         softmax_scale: factor on Q K^T, above 0; default 1 / sqrt(head_dim).
-        causal: bottom-right aligned causal mask.
-        window_size: (left, right), -1 or None for unlimited; limits are not there yet.
+        causal: bottom-right aligned causal mask: query i sees keys 0 .. i + seqlen_k - seqlen_q.
+        window_size: sliding window (left, right) in tokens: query i sees keys i + seqlen_k - seqlen_q - left ..
+            i + seqlen_k - seqlen_q + right. -1 or None is no limit on that side; with causal, right is 0 whatever it says.
         softcap: only 0.
         schedule: how the backward orders its work: a name (`cute-dash schedules` lists them), "module:ATTR", or a
             schedule object. Part of what the bits depend on; `last_schedule()` tells what ran.
@@ -47,8 +48,8 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
-    spec = _check_options({"q": q, "k": k, "v": v}, softmax_scale, causal, window_size, softcap, schedule)
-    out, lse = ops.attention_forward(q, k, v, softmax_scale, causal, spec)
+    window, spec = _check_options({"q": q, "k": k, "v": v}, softmax_scale, causal, window_size, softcap, schedule)
+    out, lse = ops.attention_forward(q, k, v, softmax_scale, causal, *window, spec)
     return (out, lse) if return_lse else out
 
 
@@ -81,8 +82,8 @@ def attention_backward(
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
-    dq, dk, dv = ops.attention_backward(dout, q, k, v, out, lse, softmax_scale, causal, spec)
+    window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
+    dq, dk, dv = ops.attention_backward(dout, q, k, v, out, lse, softmax_scale, causal, *window, spec)
     return dq, dk, dv
 
 
@@ -93,18 +94,17 @@ def _check_options(
     window_size: _WindowSize,
     softcap: float,
     schedule: "str | Schedule",
-) -> str:
+) -> tuple[tuple[int, int], str]:
     """Checks what the ops' schemas cannot express; the rest is checked inside the ops.
 
     Returns:
-        the schedule as the ops take it.
+        the window's sides and the schedule as the ops take them.
     """
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; allowed: a torch.Tensor")
     validation.check_causal(causal)
-    validation.check_window_size(window_size)
+    window = validation.check_window_size(window_size)
     validation.check_softcap(softcap)
     validation.check_scale(softmax_scale)
-    spec: str = ops.spec_of(schedule)
-    return spec
+    return window, ops.spec_of(schedule)

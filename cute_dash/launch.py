@@ -14,7 +14,7 @@ from cute_dash.compile import CompiledBackward, CompileKey, get_backward
 from cute_dash.config import BwdConfig, get_config
 from cute_dash.device import num_sms
 from cute_dash.kernels.workspace import WorkspaceLayout
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window, normalize_mask
 from cute_dash.schedule import Schedule
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -35,6 +35,8 @@ def backward(
     causal: bool,
     schedule: Schedule,
     config: BwdConfig | None = None,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Gradients:
     """dQ, dK, dV of attention on a Hopper GPU.
 
@@ -45,11 +47,13 @@ def backward(
         lse: (batch, num_heads, seqlen_q), fp32, natural log; -inf for rows that see no key.
         schedule: a concrete schedule (`registry.resolve`).
         config: for experiments, another configuration than `get_config` says, with other tiles other bits too.
+        window_size: sliding window (left, right), -1 for no limit.
     Returns:
         (dq, dk, dv), contiguous, of the inputs' shapes and dtype.
     """
-    config = config or get_config(q.shape[-1], causal)
-    return _launch((dout, q, k, v, out, lse), softmax_scale, config, schedule, None, None)
+    causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
+    config = config or get_config(q.shape[-1], causal, window is not None)
+    return _launch((dout, q, k, v, out, lse), softmax_scale, config, window, schedule, None, None)
 
 
 def record_order(
@@ -62,6 +66,8 @@ def record_order(
     softmax_scale: float,
     causal: bool,
     schedule: Schedule,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> tuple[Gradients, torch.Tensor]:
     """`backward` in a debug build: records the order of additions and bounds every wait.
 
@@ -72,13 +78,14 @@ def record_order(
     Raises:
         StuckError: a wait was given up; names batch, head, m_block, n_block and lock value.
     """
-    config = get_config(q.shape[-1], causal)
-    shape = get_shape(q, k, config)
+    causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
+    config = get_config(q.shape[-1], causal, window is not None)
+    shape = get_shape(q, k, config, window)
     size = (shape.num_streams, shape.num_m_blocks, shape.num_n_blocks + 1)
     record = torch.full(size, -1, dtype=torch.int32, device=q.device)
     record[..., 0] = 0
     stuck = torch.zeros(8, dtype=torch.int32, device=q.device)
-    gradients = _launch((dout, q, k, v, out, lse), softmax_scale, config, schedule, record, stuck)
+    gradients = _launch((dout, q, k, v, out, lse), softmax_scale, config, window, schedule, record, stuck)
     count, batch_idx, head_idx, m_block, n_block, lock_value, seen, _ = stuck.tolist()
     if count:
         raise StuckError(
@@ -88,10 +95,10 @@ def record_order(
     return gradients, record[..., 1:].view(shape.batch, shape.num_heads, shape.num_m_blocks, shape.num_n_blocks)
 
 
-def get_shape(q: torch.Tensor, k: torch.Tensor, config: BwdConfig) -> ProblemShape:
+def get_shape(q: torch.Tensor, k: torch.Tensor, config: BwdConfig, window: Window | None = None) -> ProblemShape:
     """The problem's extents under a configuration's tiles."""
     batch, seqlen_q, num_heads, _ = q.shape
-    return config.make_shape(batch, num_heads, seqlen_q, k.shape[1])
+    return config.make_shape(batch, num_heads, seqlen_q, k.shape[1], window)
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ class _Plan:
 @lru_cache(maxsize=1024)
 def _plan(
     config: BwdConfig,
+    window: Window | None,
     schedule: Schedule,
     q_shape: tuple[int, ...],
     seqlen_k: int,
@@ -114,7 +122,7 @@ def _plan(
     debug: bool,
 ) -> _Plan:
     batch, seqlen_q, num_heads, _ = q_shape
-    shape = config.make_shape(batch, num_heads, seqlen_q, seqlen_k)
+    shape = config.make_shape(batch, num_heads, seqlen_q, seqlen_k, window)
     layout = WorkspaceLayout(shape.num_streams, shape.num_m_blocks, config)
     key = CompileKey(
         config,
@@ -139,15 +147,17 @@ def _launch(
     inputs: tuple[torch.Tensor, ...],
     softmax_scale: float,
     config: BwdConfig,
+    window: Window | None,
     schedule: Schedule,
     record: torch.Tensor | None,
     stuck: torch.Tensor | None,
 ) -> Gradients:
     _, q, k, v, _, _ = inputs
     debug = record is not None
-    plan = _plan(config, schedule, q.shape, k.shape[1], q.dtype, q.device.index, debug)  # type: ignore[arg-type]
+    plan = _plan(config, window, schedule, q.shape, k.shape[1], q.dtype, q.device.index, debug)  # type: ignore[arg-type]
     with torch.cuda.device(q.device):
         dq, dk, dv = (_empty(x.shape, x.dtype, x.device) for x in (q, k, v))
         workspace = _empty((plan.workspace_elements,), torch.float32, q.device)
-        plan.kernel(*inputs, dq, dk, dv, workspace, record, stuck, softmax_scale, plan.num_ctas)
+        window_sides = window or (0, 0)  # which a kernel without a window does not read
+        plan.kernel(*inputs, dq, dk, dv, workspace, record, stuck, softmax_scale, *window_sides, plan.num_ctas)
     return dq, dk, dv

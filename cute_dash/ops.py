@@ -2,7 +2,8 @@
 
 Functional ops with CPU (emulator), CUDA (libraries' forward, this package's backward kernel), fake and autograd
 registrations. Every implementation validates before it launches anything, so the raw ops are as safe as the functions
-in `cute_dash.interface`. An op's schema has no place for a Python object: a schedule travels as a string, see `spec_of`.
+in `cute_dash.interface`. An op's schema has no place for a Python object: a schedule travels as a string, see `spec_of`,
+and a window as the two ints window_left and window_right, -1 for no limit.
 """
 
 import math
@@ -63,14 +64,15 @@ def spec_of(schedule: "str | Schedule") -> str:
 
 
 def _check_options(
-    q: Tensor, k: Tensor, softmax_scale: float | None, causal: bool, schedule: str
+    q: Tensor, k: Tensor, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], schedule: str
 ) -> tuple[float, Schedule]:
     """The softmax scale and the concrete schedule, once the tensors are known to be good."""
     validation.check_device(q.device)
     validation.check_scale(softmax_scale)
+    window_size = validation.check_window_size(window_size)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[-1])
-    return softmax_scale, validation.resolve_schedule(_schedules.get(schedule, schedule), q, k, causal)
+    return softmax_scale, validation.resolve_schedule(_schedules.get(schedule, schedule), q, k, causal, window_size)
 
 
 def _record(requested: str, schedule: Schedule) -> None:
@@ -80,22 +82,38 @@ def _record(requested: str, schedule: Schedule) -> None:
 
 @torch.library.custom_op("cute_dash::attention_forward", mutates_args=(), device_types="cpu")
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, schedule: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    schedule: str,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, num_heads, head_dim) and LSE (batch, num_heads, seqlen_q); `schedule` is the backward's."""
     validation.check_qkv(q, k, v)
-    scale, _ = _check_options(q, k, softmax_scale, causal, schedule)
-    return emulator.forward(q, k, v, scale, causal)
+    window_size = window_left, window_right
+    scale, _ = _check_options(q, k, softmax_scale, causal, window_size, schedule)
+    return emulator.forward(q, k, v, scale, causal, window_size)
 
 
 @attention_forward.register_kernel("cuda")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, schedule: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    schedule: str,
 ) -> tuple[Tensor, Tensor]:
     validation.check_qkv(q, k, v)
-    scale, _ = _check_options(q, k, softmax_scale, causal, schedule)
+    window_size = window_left, window_right
+    scale, _ = _check_options(q, k, softmax_scale, causal, window_size, schedule)
     with torch.cuda.device(q.device):
-        return forward.forward(aligned(q), aligned(k), aligned(v), scale, causal)
+        return forward.forward(aligned(q), aligned(k), aligned(v), scale, causal, window_size)
 
 
 @attention_forward.register_fake
@@ -115,12 +133,15 @@ def attention_backward(
     lse: Tensor,
     softmax_scale: float | None,
     causal: bool,
+    window_left: int,
+    window_right: int,
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtype of q, k, v, contiguous."""
     validation.check_backward_tensors(dout, q, k, v, out, lse)
-    scale, concrete = _check_options(q, k, softmax_scale, causal, schedule)
-    grads = emulator.backward(dout, q, k, v, out, lse, scale, causal, concrete)
+    window_size = window_left, window_right
+    scale, concrete = _check_options(q, k, softmax_scale, causal, window_size, schedule)
+    grads = emulator.backward(dout, q, k, v, out, lse, scale, causal, concrete, window_size=window_size)
     _record(schedule, concrete)
     return grads
 
@@ -135,16 +156,19 @@ def _(
     lse: Tensor,
     softmax_scale: float | None,
     causal: bool,
+    window_left: int,
+    window_right: int,
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from cute_dash import launch  # needs the DSL, which a machine without a GPU may lack
 
     validation.check_backward_tensors(dout, q, k, v, out, lse)
-    scale, concrete = _check_options(q, k, softmax_scale, causal, schedule)
+    window_size = window_left, window_right
+    scale, concrete = _check_options(q, k, softmax_scale, causal, window_size, schedule)
     dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
     with torch.cuda.device(q.device):
         grads: tuple[Tensor, Tensor, Tensor] = launch.backward(
-            dout, q, k, v, out, lse.contiguous(), scale, causal, concrete
+            dout, q, k, v, out, lse.contiguous(), scale, causal, concrete, window_size=window_size
         )
     _record(schedule, concrete)
     return grads
@@ -159,7 +183,7 @@ def _(
 
 
 def _setup_forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.schedule = inputs
+    q, k, v, *ctx.options = inputs  # softmax_scale, causal, window_left, window_right, schedule
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.mark_non_differentiable(lse)
@@ -167,8 +191,8 @@ def _setup_forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
 
 def _forward_autograd(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse = ctx.saved_tensors
-    dq, dk, dv = attention_backward(dout, q, k, v, out, lse, ctx.softmax_scale, ctx.causal, ctx.schedule)
-    return dq, dk, dv, None, None, None
+    dq, dk, dv = attention_backward(dout, q, k, v, out, lse, *ctx.options)
+    return dq, dk, dv, *(None for _ in ctx.options)
 
 
 def _backward_autograd(ctx: Any, *grads: Tensor) -> tuple[None, ...]:

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from cute_dash.check import check_value_object, describe_failure, show_path
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import Schedule, Selector
 
 PACKAGE = "schedules"
@@ -106,10 +106,15 @@ def resolve(spec: str | Schedule, shape: ProblemShape) -> Schedule:
 
 
 def _describe_refusal(schedule: Schedule, shape: ProblemShape) -> str:
-    """Why `can_implement` said no, found by asking for the other mask."""
-    if schedule.can_implement(replace(shape, causal=not shape.causal)):
-        return f"orders the {'full' if shape.causal else 'causal'} mask only"
-    return "orders other shapes only, says its can_implement"
+    """Why `can_implement` said no, found by asking for the other masks."""
+    window = Window(left=(shape.seqlen_k - 1) // 2, right=0)
+    others = {
+        "the full mask": replace(shape, causal=False, window=None),
+        "the causal mask": replace(shape, causal=True, window=None),
+        "sliding windows": replace(shape, causal=False, window=window),
+    }
+    ordered = [name for name, other in others.items() if other.mask != shape.mask and schedule.can_implement(other)]
+    return f"orders {' and '.join(ordered)} only" if ordered else "orders other shapes only, says its can_implement"
 
 
 def _packaged() -> list[str]:

@@ -51,7 +51,7 @@ class Schedule(Protocol):
         """Tile order: the work tile claimed as number `work_idx`, 0 <= work_idx < shape.num_work_tiles."""
 
     def get_num_steps(self, tile: WorkTile, shape: ProblemShape) -> int:
-        """How many m_blocks the work tile visits."""
+        """How many m_blocks the work tile visits; 0 where no query sees its keys, which only a window can do."""
 
     def get_m_block(self, step: int, tile: WorkTile, shape: ProblemShape) -> int:
         """Loop order: the m_block visited at `step`; a bijection from steps onto the work tile's m_blocks."""
@@ -72,7 +72,8 @@ class Selector(Protocol):
 
 
 # Streams whose Q, dO and fp32 dQ share the L2 at once, in query tokens, and how many streams at most. Measured on an
-# H200 at 2,048 = heads x head dim: causal 4 streams up to 16k tokens; full 8 at 2k, 4 at 8k and 2 at 16k.
+# H200 at 2,048 = heads x head dim: causal 4 streams up to 16k tokens; full 8 at 2k, 4 at 8k and 2 at 16k. Windows, not
+# measured yet, go with causal: there too the tiles in flight are in order along the diagonal.
 _FULL_GROUP = (32768, 8)
 _CAUSAL_GROUP = (65536, 4)
 
@@ -107,7 +108,9 @@ def get_stream_tile(n_block: int, stream: int, shape: ProblemShape) -> WorkTile:
 
 @dataclass(frozen=True)
 class DenseSchedule:
-    """Defaults of an ordered, batch-invariant schedule for dense masks: ascending loop, ascending accumulation.
+    """Defaults of an ordered, batch-invariant schedule: ascending loop, ascending accumulation.
+
+    For masks that leave a KV tile a range of m_blocks and a Q tile a range of n_blocks: full, causal and sliding windows.
 
     A subclass sets `name` and overrides the orders it changes. With these defaults every wait is on a tile claimed
     earlier, so one resident CTA is enough.
@@ -144,7 +147,7 @@ class DenseSchedule:
         """Streams of a full group: the field, or by shape what fits the L2 budget."""
         if self.heads_per_group:
             return self.heads_per_group
-        tokens, most = _CAUSAL_GROUP if shape.causal else _FULL_GROUP
+        tokens, most = _FULL_GROUP if shape.mask == "full" else _CAUSAL_GROUP
         return maximum(minimum(tokens // shape.seqlen_q, most), 1)
 
     def get_group(self, work_idx: int, num_streams: int, shape: ProblemShape) -> tuple[int, int, int]:
@@ -185,7 +188,7 @@ class DenseSchedule:
 class SelectorRow(NamedTuple):
     """A row of a selector's table: the schedule of one class of shapes."""
 
-    causal: bool
+    mask: str  # one of problem.MASKS
     max_n_blocks: int | None  # most KV tiles of a stream; None: any number
     schedule: Schedule
 
@@ -210,7 +213,7 @@ class SelectingSchedule:
         batch invariant.
         """
         for row in self.table:
-            if row.causal == shape.causal and (row.max_n_blocks is None or shape.num_n_blocks <= row.max_n_blocks):
+            if row.mask == shape.mask and (row.max_n_blocks is None or shape.num_n_blocks <= row.max_n_blocks):
                 return row.schedule
         raise ValueError(f"no row of {self.name!r}'s table fits {shape}")
 

@@ -44,19 +44,27 @@ def random_inputs(
     return AttentionInputs(q=normal(seqlen_q), k=normal(seqlen_k), v=normal(seqlen_k), dout=normal(seqlen_q))
 
 
-def attention_forward_ref(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention in fp64: out = softmax(scale * Q K^T) V with the bottom-right causal mask.
+def attention_forward_ref(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, window_size: tuple[int, int] = (-1, -1)
+) -> tuple[Tensor, Tensor]:
+    """Attention in fp64: out = softmax(scale * Q K^T) V with the bottom-right causal mask and window.
 
     Returns:
         out (batch, seqlen_q, num_heads, head_dim) and LSE (batch, num_heads, seqlen_q), both fp64. A query that sees
         no key has out 0 and LSE -inf.
     """
-    p, lse = _softmax(q.double(), k.double(), softmax_scale, causal)
+    p, lse = _softmax(q.double(), k.double(), softmax_scale, causal, window_size)
     return torch.einsum("bhmn,bnhd->bmhd", p, v.double()), lse
 
 
 def attention_backward_ref(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention in fp64, from q, k, v alone (nothing rounded is taken from a forward pass).
 
@@ -66,14 +74,20 @@ def attention_backward_ref(
         dq, dk, dv in the shapes of q, k, v, fp64; rows of dq whose query sees no key are 0.
     """
     dout, q, k, v = dout.double(), q.double(), k.double(), v.double()
-    p, _ = _softmax(q, k, softmax_scale, causal)
+    p, _ = _softmax(q, k, softmax_scale, causal, window_size)
     dp = torch.einsum("bmhd,bnhd->bhmn", dout, v)
     ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True)) * softmax_scale
     return _gradients(p, ds, dout, q, k)
 
 
 def attention_backward_rounded(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The comparator of an error budget: fp64 but for the roundings that a kernel with 16-bit GEMM inputs must make.
 
@@ -85,7 +99,7 @@ def attention_backward_rounded(
     """
     dtype = q.dtype
     dout, q, k, v = dout.double(), q.double(), k.double(), v.double()
-    p, _ = _softmax(q, k, softmax_scale, causal)
+    p, _ = _softmax(q, k, softmax_scale, causal, window_size)
     out = torch.einsum("bhmn,bnhd->bmhd", p, v).to(dtype).double()
     dpsum = (dout * out).sum(dim=-1).transpose(1, 2)  # (batch, num_heads, seqlen_q)
     ds = p * (torch.einsum("bmhd,bnhd->bhmn", dout, v) - dpsum[..., None])
@@ -93,13 +107,19 @@ def attention_backward_rounded(
     return (dq * softmax_scale).to(dtype), (dk * softmax_scale).to(dtype), dv.to(dtype)
 
 
-def _softmax(q: Tensor, k: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _softmax(
+    q: Tensor, k: Tensor, softmax_scale: float, causal: bool, window_size: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
     """P (batch, num_heads, seqlen_q, seqlen_k) and LSE; a row without a visible key is 0 and -inf."""
     scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * softmax_scale
-    if causal:
-        seqlen_q, seqlen_k = scores.shape[-2:]
-        hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(seqlen_k - seqlen_q + 1)
-        scores = scores.masked_fill(hidden, -math.inf)
+    seqlen_q, seqlen_k = scores.shape[-2:]
+    left, right = window_size
+    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
+    if causal or right >= 0:
+        hidden |= torch.ones_like(hidden).triu(seqlen_k - seqlen_q + (0 if causal else right) + 1)
+    if left >= 0:
+        hidden |= torch.ones_like(hidden).tril(seqlen_k - seqlen_q - left - 1)
+    scores = scores.masked_fill(hidden, -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
     p = torch.exp(scores - lse[..., None])
     return torch.where(lse[..., None] == -math.inf, torch.zeros_like(p), p), lse

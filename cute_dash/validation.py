@@ -15,7 +15,7 @@ from torch import Tensor
 from cute_dash.check import check
 from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window, normalize_mask
 from cute_dash.registry import resolve
 from cute_dash.schedule import Schedule
 
@@ -28,6 +28,7 @@ TESTED_SCHEDULES = frozenset(
 )
 _TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
 MAX_TILES = 2**31 - 2**16  # the kernel numbers tiles in 32 bits and counts a little beyond the last one
+_MAX_SIDE = 2**31 - 1  # of a window: beyond every sequence, so no limit; larger numbers would not fit an op's schema
 _HOPPER = (9, 0)
 
 
@@ -48,14 +49,28 @@ def check_causal(causal: bool) -> None:
         raise TypeError(f"{causal=} is a {type(causal).__name__}; allowed: True or False")
 
 
-def check_window_size(window_size: tuple[int | None, int | None] | None) -> None:
-    """(left, right) with -1 or None for unlimited; a limit is not there yet."""
+def check_window_size(window_size: tuple[int | None, int | None] | None) -> tuple[int, int]:
+    """(left, right) in tokens, at least 0; -1 or None on a side, or None for both, is no limit.
+
+    Returns:
+        the pair as ints, -1 for no limit.
+    """
     if window_size is None:
-        return
+        return -1, -1
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
-        raise TypeError(f"{window_size=}; allowed: a pair (left, right)")
-    if any(side not in (None, -1) for side in window_size):
-        raise ValueError(f"{window_size=}: a limited window is not there yet; allowed: -1 or None on both sides")
+        raise TypeError(f"{window_size=}; allowed: a pair (left, right), or None")
+    left, right = (_check_side(side, window_size) for side in window_size)
+    return left, right
+
+
+def _check_side(side: object, window_size: object) -> int:
+    if side is None:
+        return -1
+    if isinstance(side, bool) or not isinstance(side, numbers.Integral):
+        raise TypeError(f"{window_size=} holds a {type(side).__name__}; allowed: ints, or None for no limit")
+    if side < -1:
+        raise ValueError(f"{window_size=}; allowed: tokens, at least 0, or -1 for no limit")
+    return min(int(side), _MAX_SIDE)
 
 
 def check_softcap(softcap: float) -> None:
@@ -111,7 +126,9 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"q is on {device}, of compute capability {capability}; allowed: {_HOPPER} (Hopper)")
 
 
-def resolve_schedule(spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool) -> Schedule:
+def resolve_schedule(
+    spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool, window_size: tuple[int, int] = (-1, -1)
+) -> Schedule:
     """The concrete schedule for these tensors, refused if it cannot run on their device.
 
     Raises:
@@ -119,14 +136,19 @@ def resolve_schedule(spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool)
             the device has SMs (one CTA of the backward kernel fills an SM).
     """
     device_sms = num_sms(q.device.index) if q.device.type == "cuda" else None
-    return _resolve_for(spec, q.shape, k.shape[1], causal, device_sms)  # type: ignore[arg-type]  # a protocol cannot promise a hash
+    return _resolve_for(spec, q.shape, k.shape[1], causal, window_size, device_sms)  # type: ignore[arg-type]  # a protocol cannot promise a hash
 
 
 @lru_cache(maxsize=1024)
 def _resolve_for(
-    spec: "str | Schedule", q_shape: tuple[int, ...], seqlen_k: int, causal: bool, device_sms: int | None
+    spec: "str | Schedule",
+    q_shape: tuple[int, ...],
+    seqlen_k: int,
+    causal: bool,
+    window_size: tuple[int, int],
+    device_sms: int | None,
 ) -> Schedule:
-    shape = _make_shape(q_shape, seqlen_k, causal)
+    shape = _make_shape(q_shape, seqlen_k, causal, window_size)
     check_index_range(shape)
     schedule = _resolve(spec, shape)
     if device_sms is not None:
@@ -150,14 +172,15 @@ def check_residency(schedule: Schedule, shape: ProblemShape, num_sms: int) -> No
         )
 
 
-def get_shape(q: Tensor, k: Tensor, causal: bool) -> ProblemShape:
+def get_shape(q: Tensor, k: Tensor, causal: bool, window_size: tuple[int, int] = (-1, -1)) -> ProblemShape:
     """The problem in the tiles of the kernel that is compiled for this head dim and mask."""
-    return _make_shape(q.shape, k.shape[1], causal)
+    return _make_shape(q.shape, k.shape[1], causal, window_size)
 
 
-def _make_shape(q_shape: tuple[int, ...], seqlen_k: int, causal: bool) -> ProblemShape:
+def _make_shape(q_shape: tuple[int, ...], seqlen_k: int, causal: bool, window_size: tuple[int, int]) -> ProblemShape:
     batch, seqlen_q, num_heads, head_dim = q_shape
-    return get_config(head_dim, causal).make_shape(batch, num_heads, seqlen_q, seqlen_k)
+    causal, window = normalize_mask(causal, window_size, seqlen_q, seqlen_k)
+    return get_config(head_dim, causal, window is not None).make_shape(batch, num_heads, seqlen_q, seqlen_k, window)
 
 
 def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
@@ -188,7 +211,8 @@ def _part_to_prove(shape: ProblemShape) -> ProblemShape:
         longest = math.isqrt(MAX_PROVEN_STEPS * shape.tile_m * shape.tile_n)
         cut = max(min(seqlen_q, seqlen_k) - longest, 0)  # of both alike: the mask depends on their difference
         seqlen_q, seqlen_k = min(seqlen_q - cut, 2 * longest), min(seqlen_k - cut, 2 * longest)
-    part = replace(shape, batch=1, num_heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    window = shape.window and Window(min(shape.window.left, seqlen_k - 1), min(shape.window.right, seqlen_q - 1))
+    part = replace(shape, batch=1, num_heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window)
     num_heads = MAX_PROVEN_STEPS // (part.num_m_blocks * part.num_n_blocks)
     return replace(part, num_heads=max(min(num_heads, shape.num_streams), 1))
 

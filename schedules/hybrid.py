@@ -65,7 +65,7 @@ class Hybrid(DenseSchedule):
     def get_lock_value(self, m_block: int, tile: WorkTile, shape: ProblemShape) -> int:
         """Accumulation order: descending n_block, in the tail ascending."""
         descending = shape.get_n_block_max(m_block) - 1 - tile.n_block
-        return where(self.is_tail(tile, shape), tile.n_block, descending)
+        return where(self.is_tail(tile, shape), tile.n_block - shape.get_n_block_min(m_block), descending)
 
 
 SCHEDULE = Hybrid()

@@ -33,7 +33,7 @@ class Shift(DenseSchedule):
 
     def can_implement(self, shape: ProblemShape) -> bool:
         """Host only: full masks."""
-        return self.window >= 1 and not shape.causal
+        return self.window >= 1 and shape.mask == "full"
 
     def get_window(self, shape: ProblemShape) -> int:
         """Tiles of a ring: no more than m_blocks, or two tiles would start on the same one."""

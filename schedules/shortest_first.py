@@ -1,6 +1,7 @@
 """Shortest processing time first: KV tiles from right to left, adding to dQ in that order, ascending loop.
 
-What FlashAttention-3 and -4 do today for causal masks. The rightmost KV tile meets its few m_blocks at once and alone;
+What FlashAttention-3 and -4 do today for causal masks; also the natural order of a sliding window, where every tile
+meets an m_block after the tiles on its right. The rightmost KV tile meets its few m_blocks at once and alone;
 each further tile starts one diagonal earlier and reaches an m_block after the tiles on its right have left it. On a
 full mask, where all tiles are equally long, this is `baseline` mirrored.
 

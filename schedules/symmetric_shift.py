@@ -33,7 +33,7 @@ class SymmetricShift(DenseSchedule):
 
     def can_implement(self, shape: ProblemShape) -> bool:
         """Host only: causal masks."""
-        return self.window >= 1 and shape.causal
+        return self.window >= 1 and shape.mask == "causal"
 
     def get_heads_per_group(self, shape: ProblemShape) -> int:
         """Streams of a group: the field, or so many that their long tiles fill a wave of 128 CTAs.

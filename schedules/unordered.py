@@ -1,7 +1,7 @@
 """NOT deterministic: dQ adds land whenever a CTA gets there, so the bits of dQ change from run to run.
 
-A comparator that shows what an order costs: the same kernel, loop and tile order as `shortest_first` (causal) and
-`baseline` (full), without waiting. No selector ever chooses it. Its lock values only name the contributors.
+A comparator that shows what an order costs: the same kernel, loop and tile order as `shortest_first` (causal and
+windows) and `baseline` (full), without waiting. No selector ever chooses it. Its lock values only name the contributors.
 
 Loop of 4 x 4 causal tiles (cell = m_block:lock_value):
 
@@ -29,9 +29,9 @@ class Unordered(DenseSchedule):
     batch_invariant: ClassVar[bool] = False
 
     def get_work_tile(self, work_idx: int, shape: ProblemShape) -> WorkTile:
-        """Tile order: as by default; under a causal mask from right to left."""
+        """Tile order: as by default; under a causal mask or a window from right to left."""
         tile = super().get_work_tile(work_idx, shape)
-        return tile._replace(n_block=shape.num_n_blocks - 1 - tile.n_block) if shape.causal else tile
+        return tile if shape.mask == "full" else tile._replace(n_block=shape.num_n_blocks - 1 - tile.n_block)
 
 
 SCHEDULE = Unordered()

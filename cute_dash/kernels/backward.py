@@ -42,6 +42,8 @@ class AttentionBackward:
         mRecord: cute.Tensor | None,
         mStuck: cute.Tensor | None,
         softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
         num_ctas: Int32,
         stream,
     ):
@@ -54,6 +56,7 @@ class AttentionBackward:
             mWorkspace: (WorkspaceLayout.size,), fp32, uninitialised.
             mRecord: debug builds: (batch * num_heads, num_m_blocks, num_n_blocks + 1), int32, zeros.
             mStuck: debug builds: (8,), int32, zeros.
+            window_left, window_right: sides of the window, see `Window`; not read if the configuration has none.
             num_ctas: CTAs of the main kernel; all of them must fit on the device at once.
         """
         # (batch, seqlen, num_heads, head_dim) -> (seqlen, head_dim, num_heads, batch)
@@ -63,6 +66,8 @@ class AttentionBackward:
         mLSE = select_modes(mLSE, (2, 1, 0))
         seqlen_q, _, num_heads, batch = mQ.shape
         extents = Extents(Int32(batch), Int32(num_heads), Int32(seqlen_q), Int32(mK.shape[0]))
+        if const_expr(self.config.local):
+            extents = extents._replace(window_left=window_left, window_right=window_right)
         mStats, mdQaccum, mSemaphore, mCounter = self.split_workspace(mWorkspace, extents)
         if const_expr(self.debug):
             mRecord = select_modes(mRecord, (2, 1, 0))

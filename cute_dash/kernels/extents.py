@@ -5,7 +5,7 @@ from typing import NamedTuple
 from cutlass import Int32
 
 from cute_dash.config import BwdConfig
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window
 
 
 class Extents(NamedTuple):
@@ -13,7 +13,10 @@ class Extents(NamedTuple):
     num_heads: Int32
     seqlen_q: Int32
     seqlen_k: Int32
+    window_left: Int32 | None = None  # of a local configuration
+    window_right: Int32 | None = None
 
     def make_shape(self, config: BwdConfig) -> ProblemShape:
         """The problem as schedules and masks see it, in traced ints."""
-        return config.make_shape(*self)
+        window = Window(self.window_left, self.window_right) if config.local else None
+        return config.make_shape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_k, window)

@@ -13,7 +13,7 @@ Warp roles of a CTA (4 producer warps, then the consumer warpgroups, each with 6
     LOAD                loads K, V once and Q/LSE, dO/dPsum per step (TMA)
     STORE_DQ_EVEN/ODD   take turns on the steps: wait for the tile's turn, add the staged dQ partial, pass the turn on.
                         One warp alone cannot: completion, fence and flag of one step must hide behind the next step.
-                        Whoever adds last for a work tile claims the next one
+                        Whoever adds last for a work tile claims the next one, and EVEN after a tile without steps
     CONVERT_DQ          converts the dQ tiles that this CTA completes to the output dtype
     MMA warpgroups      everything above, then dK and dV
 
@@ -31,6 +31,8 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
 CTAs are persistent and claim work tiles from an atomic counter in tile order, each when it has nothing left to wait
 for, so a tile that waits for earlier-claimed tiles only can never wait for one that no CTA works on. The order of
 additions to dQ is kept by `semaphore`; lock value 0 stores instead of adding, so dQaccum is never zero-filled.
+A sliding window can leave a KV tile no step, because no query sees its keys: all roles then pass it by but for the
+epilogue, which writes zeros.
 Everything the schedule decides is asked of `self.schedule` through the protocol; the kernel knows no schedule.
 
 Sources: FlashAttention-2 and -3 papers (tiling, warp specialization), DASH (arXiv 2601.21824; order as a schedule).
@@ -329,6 +331,12 @@ class FlashAttentionBackwardSm90:
             barrier = rings.dO.expect_bytes(it, q_bytes)
             cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage], tma_bar_ptr=barrier)
             it += 1
+        if const_expr(config.local):
+            if self.schedule.get_num_steps(tile, shape) == 0:
+                # no query sees these keys: nothing to load, but the epilogue, which waits for this, writes zeros
+                rings.KV.wait_empty(work_it)
+                with cute.arch.elect_one():
+                    rings.KV.arrive_full(work_it)
         return it
 
     # ---- STORE_DQ --------------------------------------------------------------------------------------------------
@@ -355,6 +363,9 @@ class FlashAttentionBackwardSm90:
                 if step == num_steps - 1:
                     self.publish_claim(gmem, smem, rings.work, work_it + 1)
                 self.finish_dQ(gmem, extents, rings.done, m_block, tile, it + step)
+            if const_expr(self.config.local):
+                if num_steps == 0 and parity == 0:
+                    self.publish_claim(gmem, smem, rings.work, work_it + 1)
             it += num_steps
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
@@ -364,9 +375,10 @@ class FlashAttentionBackwardSm90:
         """Claims the next work tile and hands its index to all warps; an index beyond the last ends them.
 
         Called when this CTA holds or has passed on every turn of its current tile: the last step's partial is staged,
-        which needed the staging buffer, which the step before gave back after its turn. A tile claimed any earlier
-        queues behind turns of the current one. That is slow (claimed with the last loads, tiles waited for whole
-        streams: 17x slower in a serial order), and where tiles of a window wait for each other it can deadlock.
+        which needed the staging buffer, which the step before gave back after its turn; or the tile has no step, and was
+        itself claimed under this condition. A tile claimed any earlier queues behind turns of the current one. That is
+        slow (claimed with the last loads, tiles waited for whole streams: 17x slower in a serial order), and where tiles
+        of a window wait for each other it can deadlock.
         """
         work_idx = semaphore.claim_next(gmem.mCounter.iterator)
         ring.wait_empty(work_it)

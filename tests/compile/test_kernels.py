@@ -1,6 +1,6 @@
 """The machine code of the kernels for sm_90a, compiled and disassembled without a GPU.
 
-Every head dim, mask and concrete schedule of the registry that orders the mask, in bf16; fp16, debug and cooperative
+Every head dim, mask (full, causal, local) and concrete schedule of the registry that orders the mask, in bf16; fp16, debug and cooperative
 builds of one schedule each. A build takes about 7 seconds and is shared by all tests of its key.
 """
 
@@ -13,13 +13,17 @@ from cute_dash import registry
 from cute_dash.compile import CompileKey
 from cute_dash.config import SMEM_CAPACITY_BYTES, SUPPORTED_HEAD_DIMS, BwdConfig, get_config
 from cute_dash.kernels.flash_bwd_sm90 import FlashAttentionBackwardSm90
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import Window
 from cute_dash.schedule import Selector
 from tests.compile.sass import build_and_disassemble
 
 REGISTERS_PER_SM = 65536
 WARPGROUP_THREADS = 128
-CONFIGS = [get_config(head_dim, causal) for head_dim in SUPPORTED_HEAD_DIMS for causal in (False, True)]
+CONFIGS = [
+    get_config(head_dim, *mask)
+    for head_dim in SUPPORTED_HEAD_DIMS
+    for mask in ((False, False), (True, False), (False, True))
+]
 
 
 def concrete_schedules():
@@ -28,7 +32,7 @@ def concrete_schedules():
 
 
 def orders_mask_of(schedule, config):
-    return schedule.can_implement(ProblemShape(1, 1, 1024, 1024, config.tile_m, config.tile_n, config.causal))
+    return schedule.can_implement(config.make_shape(1, 1, 1024, 1024, Window(512, 0) if config.local else None))
 
 
 def release_keys():
@@ -48,12 +52,10 @@ def describe(key):
 
 
 RELEASE_KEYS = release_keys()
-DEBUG_KEYS = [CompileKey(config, registry.load("shortest_first"), "bfloat16", debug=True) for config in CONFIGS[2:]]
+DEBUG_KEYS = [CompileKey(config, registry.load("shortest_first"), "bfloat16", debug=True) for config in CONFIGS[3:]]
 every_release = pytest.mark.parametrize("key", RELEASE_KEYS, ids=describe)
 every_build = pytest.mark.parametrize("key", RELEASE_KEYS + DEBUG_KEYS, ids=describe)
-every_config = pytest.mark.parametrize(
-    "config", CONFIGS, ids=lambda config: f"hd{config.head_dim}-{'causal' if config.causal else 'full'}"
-)
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"hd{config.head_dim}-{config.mask}")
 
 
 def expected_hgmma_shapes(config: BwdConfig) -> Counter[tuple[int, int, int]]:
@@ -145,6 +147,22 @@ def test_registers(key):
     after = WARPGROUP_THREADS * config.num_producer_regs + num_mma_threads * config.num_mma_regs
     assert after <= (WARPGROUP_THREADS + num_mma_threads) * main.num_registers
     assert main.count("USETMAXREG.DEALLOC") == main.count("USETMAXREG.TRY_ALLOC") == 1
+
+
+def test_a_window_costs_a_second_mask_and_a_third_claim():
+    """The local kernel beside the causal one of the same tiles and schedule: the same products, loads and exponentials."""
+    schedule = registry.load("shortest_first")
+    for head_dim in SUPPORTED_HEAD_DIMS:
+        local, causal = (
+            build_and_disassemble(CompileKey(get_config(head_dim, *mask), schedule, "bfloat16"))["main"]
+            for mask in ((False, True), (True, False))
+        )
+        for opcode in ("HGMMA", "MUFU.EX2", "UTMALDG", "UTMASTG", "UBLKRED"):
+            assert local.count(opcode) == causal.count(opcode), opcode
+        # a selection per score for either end of the window, each behind a branch of its own
+        assert local.count("FSEL") == 2 * causal.count("FSEL") == get_config(head_dim, True).tile_m
+        # the first claim, the one with the last turn, and under a window the one after a tile without steps
+        assert (local.count("ATOMG"), causal.count("ATOMG")) == (3, 2)
 
 
 @every_build

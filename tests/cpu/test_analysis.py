@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cute_dash import registry
 from cute_dash.analysis import critical_path, simulate, table
 from cute_dash.check import ScheduleError, expand
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window
 from schedules.baseline import Baseline
 from schedules.descending import Descending
 from schedules.shift import Shift
@@ -150,6 +150,38 @@ def test_latency_by_hand():
     """Each of the n - 1 hand-overs of the first m_block costs the latency once."""
     shape = square(1, 4, causal=False)
     assert simulate(Baseline(), shape, 4, 5, 3, latency=2).makespan == 4 * 8 + 3 * (3 + 2)
+
+
+@pytest.mark.parametrize("window", [Window(6, 0), Window(31, 0), Window(0, 0)], ids=str)
+@pytest.mark.parametrize("num_sms", [8, 13, 132])
+def test_shortest_first_never_stalls_under_a_causal_window(window, num_sms):
+    shape = ProblemShape(2, 8, 96, 96, 1, 2, False, window)
+    assert simulate(ShortestFirst(), shape, num_sms, 4, 1).stalled == 0
+    assert simulate(ShortestFirst(), shape, num_sms, 4, 1, latency=1, num_dq_stages=2).stalled == 0
+    if window.left:
+        assert simulate(Baseline(), shape, num_sms, 4, 1).stall_share > 0.05
+
+
+@pytest.mark.parametrize("sides", [(8, 8), (16, 4), (0, 8), (8, -1), (-1, 8)], ids=str)
+def test_shortest_first_hardly_stalls_under_any_window(sides):
+    """In the kernel's tiles, 4k tokens: below 1% of the time, and within 8% of the work that there is."""
+    left, right = (128 * side if side >= 0 else 4095 for side in sides)
+    shape = ProblemShape(4, 16, 4096, 4096, 64, 128, False, Window(left, right))
+    timeline = simulate(ShortestFirst(), shape, 132, 4, 1)
+    num_steps = sum(len(order.m_blocks) for order in expand(ShortestFirst(), shape))
+    assert timeline.stall_share < 0.01
+    assert timeline.makespan < 1.08 * num_steps * 5 / 132
+
+
+def test_tiles_without_steps_take_no_time():
+    """4 queries see the last keys of 12 only: KV tiles 0 and 1 of 6 have no step, and the CTA goes on at once."""
+    shape = ProblemShape(1, 2, 4, 12, 1, 2, False, Window(3, 0))
+    orders = expand(Baseline(), shape)
+    assert [len(order.m_blocks) for order in orders[:6]] == [0, 0, 1, 3, 4, 2]
+    timeline = simulate(Baseline(), shape, 1, 5, 3)
+    assert timeline.makespan == 2 * 10 * 8 and timeline.stalled == 0
+    assert simulate(ShortestFirst(), shape, 20, 5, 3).makespan == 4 * 8
+    assert table(Baseline(), shape).splitlines()[1].split() == ["0", "-", "-", "0:0", "0:1", "0:2", "2:2"]
 
 
 def test_unordered_never_stalls():

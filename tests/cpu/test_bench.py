@@ -97,6 +97,43 @@ def test_any_shape_by_arguments():
     assert standard_cell(64, "full", 32768).batch == 1
 
 
+@pytest.mark.parametrize(
+    "mask, window_size", [("local:64:0", (64, 0)), ("local:inf:9", (-1, 9)), ("local:3:99", (3, 99))]
+)
+def test_cells_with_a_window(mask, window_size):
+    cell = standard_cell(128, mask, 96, batch=1, heads=1)
+    assert cell.window_size == window_size and cell.label.startswith(f"hd128 {mask} 96")
+    offsets = torch.arange(96)[None, :] - torch.arange(96)[:, None]
+    left, right = (96 if side < 0 else side for side in window_size)
+    pairs = int(((offsets >= -left) & (offsets <= right)).sum())
+    assert cell.flops == 5 * 2 * pairs * 128
+    assert cell.problem_shape().mask == "local"
+    hides_nothing = standard_cell(128, "local:96:inf", 96)
+    assert hides_nothing.flops == standard_cell(128, "full", 96).flops
+    assert hides_nothing.problem_shape().mask == "full"
+
+
+def test_a_peer_without_windows_is_not_applicable():
+    peer = SimpleNamespace(name="other", missing=lambda: None, refuses=PEERS["cudnn"].refuses, prepare=None)
+    candidates, untimed = find_candidates(standard_cell(64, "local:64:0", 512), ["shortest_first", "shift"], [peer])
+    assert [c.key.schedule for c in candidates] == ["shortest_first"]
+    assert [(u.implementation, u.verdict) for u in untimed] == [
+        (OURS, NOT_APPLICABLE),
+        ("other", NOT_APPLICABLE),
+        ("other", NOT_APPLICABLE),
+    ]
+    candidates, untimed = find_candidates(standard_cell(64, "full", 512), [], [peer])
+    assert len(candidates) == 2 and not untimed
+
+
+@pytest.mark.parametrize("window_size", [(20, 0), (7, 30), (-1, 5)], ids=str)
+def test_reference_of_a_window_equals_automatic_differentiation(window_size):
+    inputs = replace(_inputs(False, batch=2, seqlen=75, heads=3), window_size=window_size)
+    got = reference_gradients(inputs, [0, 4, 5], chunk_rows=32)
+    for g, expected in zip(got, _autograd(inputs), strict=True):
+        torch.testing.assert_close(g, expected.transpose(1, 2).flatten(0, 1)[[0, 4, 5]], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("field, value", [("seqlen", 0), ("heads", -1), ("mask", "local"), ("dtype", "fp8")])
 def test_a_bad_cell_names_the_argument(field, value):
     with pytest.raises(ValueError, match=f"{field}={value!r}"):
@@ -146,6 +183,11 @@ def _autograd(inputs):
     logits = torch.einsum("bihd,bjhd->bhij", q, k) * inputs.softmax_scale
     if inputs.causal:
         logits = logits + torch.full(logits.shape[-2:], -math.inf, dtype=torch.float64).triu(1)
+    left, right = inputs.window_size
+    if left >= 0:
+        logits = logits + torch.full(logits.shape[-2:], -math.inf, dtype=torch.float64).tril(-left - 1)
+    if right >= 0:
+        logits = logits + torch.full(logits.shape[-2:], -math.inf, dtype=torch.float64).triu(right + 1)
     out = torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), v)
     return torch.autograd.grad(out, (q, k, v), inputs.dout.double())
 
@@ -626,14 +668,15 @@ def test_unknown_names_are_refused():
 
 def test_ours_is_called_with_the_contract_arguments(monkeypatch):
     module, inputs = ModuleType("cute_dash.launch"), _inputs(True, batch=1, seqlen=8, heads=1)
-    module.backward = lambda *args: args
+    module.backward = lambda *args, window_size: (*args, window_size)
     monkeypatch.setitem(sys.modules, "cute_dash.launch", module)
     monkeypatch.setattr(sys.modules["cute_dash"], "launch", module, raising=False)
     (candidate,), _ = find_candidates(standard_cell(128, "causal", 512), ["hybrid"], [])
-    *tensors, scale, causal, schedule, config = candidate.prepare(inputs)()
+    *tensors, scale, causal, schedule, config, window_size = candidate.prepare(inputs)()
     x = inputs
     assert all(a is b for a, b in zip(tensors, (x.dout, x.q, x.k, x.v, x.out, x.lse), strict=True))
     assert (scale, causal, schedule.name, config) == (x.softmax_scale, True, "hybrid", get_config(128, True))
+    assert window_size == (-1, -1)
 
 
 def test_a_changed_configuration_is_a_candidate_of_its_own(monkeypatch):
@@ -649,7 +692,7 @@ def test_a_changed_configuration_is_a_candidate_of_its_own(monkeypatch):
     candidates, untimed = find_candidates(cell, ["hybrid"], [], configs=[SHIPPED_CONFIG, change])
     assert [c.key.schedule for c in candidates] == ["hybrid", "hybrid[fuse_dQ=False]"] and not untimed
     module = ModuleType("cute_dash.launch")
-    module.backward = lambda *args: args[-1]
+    module.backward = lambda *args, window_size: args[-1]
     monkeypatch.setitem(sys.modules, "cute_dash.launch", module)
     monkeypatch.setattr(sys.modules["cute_dash"], "launch", module, raising=False)
     inputs = _inputs(True, batch=1, seqlen=8, heads=1)
@@ -673,8 +716,22 @@ def _install(monkeypatch, modules):
 def fake_flash_attn(monkeypatch):
     """flash-attn-4 as far as the bench uses it; gradients by automatic differentiation."""
 
-    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, deterministic=False):
-        grads = _autograd(Inputs(q, k, v, out, dout, lse, softmax_scale, causal))
+    def _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale=None,
+        causal=False,
+        *,
+        window_size_left=None,
+        window_size_right=None,
+        deterministic=False,
+    ):
+        window_size = tuple(-1 if side is None else side for side in (window_size_left, window_size_right))
+        grads = _autograd(Inputs(q, k, v, out, dout, lse, softmax_scale, causal, window_size))
         sign = 1 if deterministic else -1
         return *(sign * g.to(q.dtype) for g in grads), None
 
@@ -761,6 +818,14 @@ def test_peers_give_gradients_in_our_layout(request, name, fixture, causal):
     for a, b, minus, right in zip(first, second, nondet.prepare(inputs)(), _autograd(inputs), strict=True):
         assert a.data_ptr() != b.data_ptr() and a.shape == inputs.q.shape
         assert torch.equal(a, right.to(a.dtype)) and torch.equal(minus, -a)
+
+
+@pytest.mark.parametrize("window_size", [(9, 0), (-1, 5), (7, -1)], ids=str)
+def test_flash_attn_gets_the_window(window_size, fake_flash_attn):
+    inputs = replace(_inputs(False, batch=1, seqlen=48, heads=2), window_size=window_size)
+    det, _ = find_candidates(standard_cell(64, "local:9:0", 512), [], [PEERS["fa4"]])[0]
+    for grad, right in zip(det.prepare(inputs)(), _autograd(inputs), strict=True):
+        assert torch.equal(grad, right.to(grad.dtype))
 
 
 def test_a_peer_that_is_not_installed_says_why(monkeypatch):

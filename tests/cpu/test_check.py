@@ -9,7 +9,7 @@ import pytest
 
 from cute_dash.check import ScheduleError, check, find_violation
 from cute_dash.ints import wrap
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import DenseSchedule, SelectingSchedule, SelectorRow, WorkTile
 from schedules.baseline import Baseline
 from schedules.hybrid import Hybrid
@@ -18,6 +18,7 @@ from schedules.shortest_first import ShortestFirst
 
 CAUSAL = ProblemShape(1, 2, 4, 4, 1, 1, causal=True)
 FULL = replace(CAUSAL, causal=False)
+LOCAL = replace(FULL, window=Window(1, 0))
 
 
 @dataclass(frozen=True)
@@ -307,6 +308,56 @@ def test_more_residents_never_hurt(residents):
             return residents
 
     assert find_violation(Claims(window=2), replace(FULL, num_heads=3)) is None
+
+
+class CountsFromZero(Base):
+    """Right for the full and the causal mask, where every dQ tile begins with n_block 0."""
+
+    def get_lock_value(self, m_block, tile, shape):
+        return tile.n_block
+
+
+class EndsWithTheLastQueries(Base):
+    """Right for the full and the causal mask, where every KV tile is seen by the last m_block."""
+
+    def get_m_block(self, step, tile, shape):
+        return shape.num_m_blocks - 1 - step
+
+
+class ComparesWithTheWindow(Base):
+    """Wide windows in another loop order: known on the host, not while the kernel is traced."""
+
+    def get_m_block(self, step, tile, shape):
+        if shape.window is not None and shape.window.left > 2:
+            return shape.get_m_block_max(tile.n_block) - 1 - step
+        return super().get_m_block(step, tile, shape)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            CountsFromZero(),
+            r"n_block=1, .*m_block=2 \(step 1\): lock count 2, but|n_block=2.*lock value 2; allowed: ints in",
+        ),
+        (EndsWithTheLastQueries(), r"n_block=0.* visits m_block=3 at step 0; the mask leaves it ints in \[0, 2\)"),
+        (ComparesWithTheWindow(), r"rule 4 \(traceable\).*a traced condition has no truth value"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, Base) else "",
+)
+def test_what_only_a_window_breaks(schedule, message):
+    check(schedule, FULL)
+    check(schedule, CAUSAL)
+    with pytest.raises(ScheduleError, match=message):
+        check(schedule, LOCAL)
+
+
+def test_tiles_without_steps_and_without_contributors():
+    """KV tiles that no query sees are claimed all the same; dQ tiles that see no key have no turn."""
+    for seqlen_q, seqlen_k in ((3, 9), (9, 3)):
+        shape = replace(LOCAL, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        for schedule in (Baseline(), Hybrid(), ShortestFirst()):
+            check(schedule, shape)
 
 
 def test_is_quick():

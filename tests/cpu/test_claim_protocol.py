@@ -13,7 +13,7 @@ import pytest
 
 from cute_dash import registry
 from cute_dash.config import get_config
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import MASKS, normalize_mask
 from cute_dash.validation import TESTED_SCHEDULES
 
 ORDERED = sorted(TESTED_SCHEDULES - {"unordered"})
@@ -36,6 +36,7 @@ class Cta:
     def take(self, schedule, shape, work_idx):
         tile = schedule.get_work_tile(work_idx, shape)
         num_steps = schedule.get_num_steps(tile, shape)
+        self.claims_left += num_steps == 0  # nothing to wait for: the next is claimed at once
         for step in range(num_steps):
             m_block = schedule.get_m_block(step, tile, shape)
             target = (tile.batch_idx, tile.head_idx, m_block)
@@ -92,18 +93,20 @@ class Kernel:
         return self.num_claimed == self.shape.num_work_tiles and not any(any(cta.steps) for cta in self.ctas)
 
 
-def shape_of(seqlen_q, seqlen_k, num_heads, head_dim, causal):
-    config = get_config(head_dim, causal)
-    return ProblemShape(1, num_heads, seqlen_q, seqlen_k, config.tile_m, config.tile_n, causal)
+def shape_of(seqlen_q, seqlen_k, num_heads, head_dim, causal, window_size=(-1, -1)):
+    causal, window = normalize_mask(causal, window_size, seqlen_q, seqlen_k)
+    return get_config(head_dim, causal, window is not None).make_shape(1, num_heads, seqlen_q, seqlen_k, window)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ORDERED)
-def test_no_timing_deadlocks_the_kernels_claims(name, causal):
+def test_no_timing_deadlocks_the_kernels_claims(name, mask):
+    """The last lengths leave a window's first KV tiles no step."""
     rng = random.Random(name)
     schedule = registry.load(name)
+    window_size = (150, 20) if mask == "local" else (-1, -1)
     for seqlen_q, seqlen_k in ((384, 384), (300, 300), (1000, 1000), (520, 900), (900, 520), (100, 700)):
-        shape = shape_of(seqlen_q, seqlen_k, 3, 64, causal)
+        shape = shape_of(seqlen_q, seqlen_k, 3, 64, mask == "causal", window_size)
         if not schedule.can_implement(shape):
             continue
         residents = schedule.min_resident_ctas(shape)
@@ -119,6 +122,13 @@ def test_a_claim_with_a_turn_outstanding_deadlocks():
     rng = random.Random(0)
     outcomes = {Kernel(schedule, shape, 2, "turn").run(rng) for _ in range(200)}
     assert False in outcomes
+
+
+def test_tiles_without_steps_are_among_those_tested():
+    shape = shape_of(100, 700, 3, 64, False, (150, 20))
+    schedule = registry.load("shortest_first")
+    tiles = [schedule.get_work_tile(i, shape) for i in range(shape.num_work_tiles)]
+    assert [schedule.get_num_steps(tile, shape) for tile in tiles].count(0) == 9
 
 
 def test_the_model_refuses_too_few_residents():

@@ -292,8 +292,61 @@ def test_compile_lists_each_kernel_that_can_be_asked_for_once():
     causal = cli._list_kernels(schedules, get_config(64, causal=True))
     assert registry.load("baseline") in [schedule for schedule, _ in causal]
     assert "shift" not in [schedule.name for schedule, _ in causal]
+    local = cli._list_kernels(schedules, get_config(64, causal=False, local=True))
+    kernels = {"full": full, "causal": causal, "local": local}
     for row in registry.load("auto").table:
-        assert row.schedule in [schedule for schedule, _ in (causal if row.causal else full)]
+        assert row.schedule in [schedule for schedule, _ in kernels[row.mask]]
+    assert {schedule.name for schedule, _ in local} == {"baseline", "shortest_first"}
+
+
+WINDOW = ["--window", "512,0", "--seqlen-q", "1k"]
+
+
+def test_check_of_a_window(capsys):
+    assert main(["check", "auto", *WINDOW, "--seqlen-k", "2k"]) == 0
+    assert capsys.readouterr().out == (
+        "shortest_first version 1 keeps every rule for window 512,0, 1024 x 2048 tokens (16 x 16 tiles), batch 1, 4 heads\n"
+    )
+
+
+def test_a_schedule_without_windows_says_so(capsys):
+    assert main(["check", "shift", *WINDOW]) == 2
+    assert "window=Window(left=512, right=0)): it orders the full mask only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "mask", "window"),
+    [
+        (["--window", "64,32"], "local", [64, 32]),
+        (["--window", "64,32", "--mask", "causal"], "local", [64, 0]),
+        (["--window", "inf,0"], "causal", None),
+        (["--window=-1,-1"], "causal", None),  # the default
+        (["--window", "1k,1k"], "full", None),  # hides nothing
+        (["--window", "inf,100"], "local", [299, 100]),
+    ],
+    ids=str,
+)
+def test_windows_are_normalized(capsys, options, mask, window):
+    status, report = run_json(capsys, "check", "baseline", "--seqlen-q", "300", *options)
+    assert status == 0 and report["shape"]["window"] == window
+    assert report["shape"]["causal"] == (mask == "causal")
+
+
+@pytest.mark.parametrize("text", ["1k", "1,2,3", "a,b", "1,-2", "", "1.5,0", "k,0"])
+def test_bad_windows(text, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["check", "baseline", f"--window={text}"])
+    assert exit.value.code == 2
+    assert f"invalid window {text!r}: it must be LEFT,RIGHT in tokens" in capsys.readouterr().err
+
+
+def test_analyze_ranks_shortest_first_before_baseline_for_windows(capsys):
+    status, rows = run_json(capsys, "analyze", *WINDOW)
+    assert status == LISTING_STATUS
+    rows = {row["schedule"]: row for row in rows}
+    assert rows["shortest_first"]["stall_share"] == 0 < rows["baseline"]["stall_share"]
+    assert rows["auto"]["note"] == rows["auto_invariant"]["note"] == "here: shortest_first"
+    assert rows["shift"]["note"] == "orders the full mask only"
 
 
 def test_compile_without_a_cache(monkeypatch, capsys):

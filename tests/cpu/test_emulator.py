@@ -10,7 +10,7 @@ import torch
 from cute_dash import emulator, registry
 from cute_dash.check import ScheduleError
 from cute_dash.config import BwdConfig, get_config
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import normalize_mask
 from cute_dash.schedule import DenseSchedule
 from cute_dash.testing import (
     assert_accurate,
@@ -30,18 +30,21 @@ SCALE = 0.125
 SEEDS = range(6)
 
 
-def schedule_or_skip(name, seqlen_q, seqlen_k, causal, *, batch=1, num_heads=2, head_dim=64):
-    config = get_config(head_dim, causal)
-    shape = ProblemShape(batch, num_heads, seqlen_q, seqlen_k, config.tile_m, config.tile_n, causal)
+def schedule_or_skip(name, seqlen_q, seqlen_k, causal, *, window_size=(-1, -1), batch=1, num_heads=2, head_dim=64):
+    causal, window = normalize_mask(causal, window_size, seqlen_q, seqlen_k)
+    config = get_config(head_dim, causal, window is not None)
+    shape = config.make_shape(batch, num_heads, seqlen_q, seqlen_k, window)
     try:
         return registry.resolve(name, shape)
     except ValueError as error:
         pytest.skip(str(error))
 
 
-def run(x, causal, schedule, **options):
-    out, lse = emulator.forward(x.q, x.k, x.v, SCALE, causal)
-    return emulator.backward(x.dout, x.q, x.k, x.v, out, lse, SCALE, causal, schedule, **options)
+def run(x, causal, schedule, *, window_size=(-1, -1), **options):
+    out, lse = emulator.forward(x.q, x.k, x.v, SCALE, causal, window_size)
+    return emulator.backward(
+        x.dout, x.q, x.k, x.v, out, lse, SCALE, causal, schedule, window_size=window_size, **options
+    )
 
 
 def assert_same_bits(grads, expected):
@@ -73,10 +76,77 @@ def test_gradients_equal_fp64_for_all_schedules(name, lengths, causal):
     assert_gradients_equal_fp64(name, lengths, causal)
 
 
-def assert_gradients_equal_fp64(name, lengths, causal):
+# with LENGTHS: windows narrower than a tile and wider than the sequence, one side or both, right above seqlen_k
+WINDOWS = [(0, 0), (50, 0), (0, 60), (70, 70), (200, 10), (-1, 30), (130, -1), (1000, 0), (1000, 1000)]
+
+
+@pytest.mark.parametrize("window_size", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", [*LENGTHS, (100, 700), (700, 100)], ids=str)
+def test_windows_equal_fp64_for_all_lengths(lengths, window_size):
+    assert_gradients_equal_fp64("auto_invariant", lengths, False, window_size)
+    x = random_inputs(1, *lengths, num_heads=1, head_dim=64, dtype=torch.float32)
+    out, lse = emulator.forward(x.q, x.k, x.v, SCALE, False, window_size)
+    ref_out, ref_lse = attention_forward_ref(x.q, x.k, x.v, SCALE, False, window_size)
+    assert relative_error(out, ref_out) < FP32_TOLERANCE
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window_size", [(90, 0), (90, 5), (300, 200), (0, 0)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("lengths", [(400, 400), (100, 700), (700, 100)], ids=str)
+@EVERY_SCHEDULE
+def test_windows_equal_fp64_for_all_schedules(name, lengths, causal, window_size):
+    assert_gradients_equal_fp64(name, lengths, causal, window_size)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_window_that_hides_nothing_has_the_bits_of_none(causal):
+    x = random_inputs(1, 300, 260, num_heads=2, head_dim=128)
+    expected = run(x, causal, "auto")
+    for window_size in ((259, 299), (1000, 1000), (-1, 299), (259, -1)):
+        assert_same_bits(run(x, causal, "auto", window_size=window_size), expected)
+    if causal:
+        for window_size in ((-1, 0), (-1, 7), (259, 0)):
+            assert_same_bits(run(x, True, "auto", window_size=window_size), expected)
+        assert_same_bits(run(x, False, "auto", window_size=(-1, 0)), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_and_queries_beyond_a_window_get_zero(head_dim):
+    """100 queries in line with the last of 700 keys: the first 570 see nobody; 700 queries: the first 570 see nothing."""
+    x = random_inputs(1, 100, 700, num_heads=2, head_dim=head_dim)
+    dq, dk, dv = run(x, False, "auto", window_size=(30, 0))
+    assert (dk[:, :570] == 0).all() and (dv[:, :570] == 0).all()
+    assert (dk[:, 570:].abs().amax(dim=-1) > 0).all() and (dv[:, 570:].abs().amax(dim=-1) > 0).all()
+    x = random_inputs(1, 700, 100, num_heads=2, head_dim=head_dim)
+    out, lse = emulator.forward(x.q, x.k, x.v, SCALE, False, (30, 30))
+    dq, dk, dv = run(x, False, "auto", window_size=(30, 30))
+    assert (dq[:, :570] == 0).all() and (out[:, :570] == 0).all() and (lse[:, :, :570] == -math.inf).all()
+    assert torch.isfinite(lse[:, :, 570:]).all() and all(torch.isfinite(t).all() for t in (out, dq, dk, dv))
+
+
+def test_tiles_outside_the_window_are_not_visited(monkeypatch):
+    """Work for each visited tile only, and masking for each that needs it: 32 x 16 tiles of 64 x 128, window 512."""
+    steps, masked = [], []
+    step, visible = emulator._BackwardRun._step, emulator._visible
+    monkeypatch.setattr(
+        emulator._BackwardRun,
+        "_step",
+        lambda self, m, tile, *a: steps.append((m, tile.n_block)) or step(self, m, tile, *a),
+    )
+    monkeypatch.setattr(emulator, "_visible", lambda *a: masked.append(a[:2]) or visible(*a))
+    x = random_inputs(1, 2048, 2048, num_heads=1, head_dim=128)
+    run(x, False, "auto", window_size=(512, 0))
+    # KV tile n is seen by queries 128 n .. 128 n + 639
+    assert len(steps) == len(set(steps)) == 12 * 10 + 8 + 6 + 4 + 2
+    # two at each end of a range; the last four KV tiles have no left end; one mask is the forward's
+    assert len(masked) - 1 == 12 * 4 + 4 * 2
+
+
+def assert_gradients_equal_fp64(name, lengths, causal, window_size=(-1, -1)):
     x = random_inputs(1, *lengths, num_heads=2, head_dim=64, dtype=torch.float32)
-    grads = run(x, causal, schedule_or_skip(name, *lengths, causal))
-    refs = attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, causal)
+    grads = run(x, causal, schedule_or_skip(name, *lengths, causal, window_size=window_size), window_size=window_size)
+    refs = attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, causal, window_size)
     scale = max(ref.norm().item() for ref in refs)  # with a single key dq and dk are exactly 0
     for grad, ref in zip(grads, refs, strict=True):
         assert (grad.double() - ref).norm().item() < FP32_TOLERANCE * scale
@@ -119,16 +189,17 @@ def test_p_and_ds_are_rounded_to_the_input_dtype():
         assert (grad == 100.0).all()
 
 
+@pytest.mark.parametrize("window_size", [(-1, -1), (200, 40)], ids=["", "window"])
 @MASKS
 @EVERY_SCHEDULE
-def test_bits_do_not_depend_on_the_interleaving(name, causal):
-    schedule = schedule_or_skip(name, 500, 500, causal)
+def test_bits_do_not_depend_on_the_interleaving(name, causal, window_size):
+    schedule = schedule_or_skip(name, 500, 500, causal, window_size=window_size)
     if not schedule.ordered:
         pytest.skip(f"{name} promises no bits")
     x = random_inputs(1, 500, 500, num_heads=2, head_dim=64, dtype=torch.float32)
-    expected = run(x, causal, schedule)
+    expected = run(x, causal, schedule, window_size=window_size)
     for seed in SEEDS:
-        assert_same_bits(run(x, causal, schedule, interleaving=seed), expected)
+        assert_same_bits(run(x, causal, schedule, window_size=window_size, interleaving=seed), expected)
 
 
 @MASKS
@@ -190,13 +261,14 @@ def test_dk_and_dv_add_in_loop_order(order):
 
 @EVERY_SCHEDULE
 @MASKS
-def test_batch_invariant_schedules_keep_a_sequences_bits(name, causal):
-    schedule = schedule_or_skip(name, 300, 400, causal, batch=3)
+@pytest.mark.parametrize("window_size", [(-1, -1), (150, 40)], ids=["", "window"])
+def test_batch_invariant_schedules_keep_a_sequences_bits(name, causal, window_size):
+    schedule = schedule_or_skip(name, 300, 400, causal, window_size=window_size, batch=3)
     if not schedule.batch_invariant:
         pytest.skip(f"{name} is not batch invariant")
     x = random_inputs(3, 300, 400, num_heads=2, head_dim=64, dtype=torch.float32)
-    whole = run(x, causal, schedule)
-    alone = run(type(x)(*(t[1:2] for t in x)), causal, schedule)
+    whole = run(x, causal, schedule, window_size=window_size)
+    alone = run(type(x)(*(t[1:2] for t in x)), causal, schedule, window_size=window_size)
     assert_same_bits(alone, [grad[1:2] for grad in whole])
 
 

@@ -80,7 +80,7 @@ def test_launch_arguments(name, seqlen, causal, cooperative, num_ctas, launches)
         assert all(a is b for a, b in zip(tensors, expected, strict=True))
         num_m_blocks = -(-seqlen // config.tile_m)
         assert workspace.numel() == WorkspaceLayout(6, num_m_blocks, config).size
-        assert rest == (None, None, 0.5, num_ctas)
+        assert rest == (None, None, 0.5, 0, 0, num_ctas)
 
 
 def test_another_shape_or_configuration_is_another_plan(launches):
@@ -94,3 +94,20 @@ def test_another_shape_or_configuration_is_another_plan(launches):
         sizes.append(arguments[9].numel())
     assert keys == [64, 64, 80, 64]
     assert len(set(sizes)) == 3 and sizes[1] == sizes[3]
+
+
+def test_a_window_travels_as_two_arguments_of_one_local_kernel(launches):
+    schedule, x = registry.load("shortest_first"), random_inputs(1, 512, 400, 1, 64, dtype=torch.bfloat16)
+    tensors = (x.dout, x.q, x.k, x.v, x.q, torch.zeros(1, 1, 512))
+    sent = []
+    for causal, window_size in ((False, (64, 32)), (True, (64, 32)), (False, (-1, 7)), (False, (7, -1))):
+        launch.backward(*tensors, 0.5, causal, schedule, window_size=window_size)
+        key, arguments = launches.pop()
+        assert key.config == get_config(64, False, local=True)
+        sent.append(arguments[13:15])
+    assert sent == [(64, 32), (64, 0), (399, 7), (7, 511)]
+    for causal, window_size in ((False, (1000, 1000)), (True, (-1, 5)), (False, (400, 0))):
+        launch.backward(*tensors, 0.5, causal, schedule, window_size=window_size)
+        key, arguments = launches.pop()
+        assert key.config == get_config(64, causal or window_size[1] == 0)
+        assert arguments[13:15] == (0, 0)

@@ -14,7 +14,7 @@ import schedules
 from cute_dash import analysis, check, emulator, interface, registry
 from cute_dash.cli import main
 from cute_dash.config import get_config
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window
 from cute_dash.testing import (
     assert_accurate,
     assert_bitwise_equal,
@@ -79,6 +79,13 @@ def test_table_in_its_docstring_is_its_order(schedule_file):
 def test_it_keeps_the_rules(schedule_file, causal, seqlen_q, seqlen_k):
     config = get_config(64, causal)
     check.check(registry.load(NAME), ProblemShape(2, 3, seqlen_q, seqlen_k, config.tile_m, config.tile_n, causal))
+
+
+@pytest.mark.parametrize("sides", [(0, 0), (300, 0), (100, 250)], ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(512, 512), (113, 1203), (1000, 400)], ids=str)
+def test_it_keeps_the_rules_for_windows(schedule_file, sides, seqlen_q, seqlen_k):
+    shape = get_config(64, False, local=True).make_shape(2, 3, seqlen_q, seqlen_k, Window(*sides))
+    check.check(registry.load(NAME), shape)
 
 
 def test_order_is_even_first(schedule_file):

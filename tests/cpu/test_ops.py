@@ -1,15 +1,18 @@
 """The torch side on CPU tensors: gradients through autograd, opcheck, fake tensors, schedules as strings, layouts."""
 
+import itertools
 import math
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_dash
 from cute_dash import emulator, forward, interface, ops
+from cute_dash.problem import normalize_mask
 from cute_dash.testing import (
     assert_bitwise_equal,
     attention_backward_ref,
@@ -23,6 +26,7 @@ from schedules.shortest_first import SCHEDULE as SHORTEST_FIRST
 FP32_TOLERANCE = 2e-6
 NAMES = ("dq", "dk", "dv")
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+WINDOWS = pytest.mark.parametrize("window", [(-1, -1), (20, 5)], ids=["", "window"])
 LENGTHS = pytest.mark.parametrize("lengths", [(130, 130), (40, 150), (150, 40)], ids=str)
 
 
@@ -47,6 +51,34 @@ def test_autograd_gives_the_gradients_of_attention(lengths, causal):
     torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-5, atol=1e-5)
     for leaf, ref in zip((q, k, v), attention_backward_ref(x.dout, x.q, x.k, x.v, scale, causal), strict=True):
         assert relative_error(leaf.grad, ref) < FP32_TOLERANCE
+
+
+@MASKS
+@LENGTHS
+@pytest.mark.parametrize("window_size", [(20, 5), (0, None), (None, 9), [30, 0], (-1, 50), (0, 0)], ids=str)
+def test_autograd_gives_the_gradients_of_a_window(window_size, lengths, causal):
+    x = inputs(*lengths)
+    q, k, v = leaves(x)
+    out, lse = cute_dash.flash_attn_func(q, k, v, causal=causal, window_size=window_size, return_lse=True)
+    out.backward(x.dout)
+    sides = tuple(-1 if side is None else side for side in window_size)
+    ref_out, ref_lse = attention_forward_ref(x.q, x.k, x.v, 1 / 8, causal, sides)
+    assert relative_error(out, ref_out) < FP32_TOLERANCE
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-5, atol=1e-5)
+    grads = cute_dash.attention_backward(x.dout, x.q, x.k, x.v, out, lse, causal=causal, window_size=window_size)
+    refs = attention_backward_ref(x.dout, x.q, x.k, x.v, 1 / 8, causal, sides)
+    scale = max(ref.norm().item() for ref in refs)
+    for name, leaf, grad, ref in zip(NAMES, (q, k, v), grads, refs, strict=True):
+        assert_bitwise_equal(leaf.grad, grad, name)
+        assert (grad.double() - ref).norm().item() < FP32_TOLERANCE * scale
+
+
+def test_the_window_is_the_widest_int_or_none():
+    """What would overflow the op's schema is no limit, as for every number beyond the sequence."""
+    x = inputs(40, 40)
+    expected = cute_dash.flash_attn_func(x.q, x.k, x.v)
+    for window_size in ((2**63, 10**30), (np.int32(100), np.int64(100)), None, (None, None)):
+        assert_bitwise_equal(cute_dash.flash_attn_func(x.q, x.k, x.v, window_size=window_size), expected, "out")
 
 
 def test_softmax_scale_reaches_forward_and_backward():
@@ -100,16 +132,18 @@ def test_double_backward_raises():
 
 
 @MASKS
-def test_opcheck_forward(causal):
+@WINDOWS
+def test_opcheck_forward(causal, window):
     x = inputs(40, 150, dtype=torch.bfloat16)
-    torch.library.opcheck(torch.ops.cute_dash.attention_forward.default, (*leaves(x), 0.1, causal, "baseline"))
+    torch.library.opcheck(torch.ops.cute_dash.attention_forward.default, (*leaves(x), 0.1, causal, *window, "baseline"))
 
 
 @MASKS
-def test_opcheck_backward(causal):
+@WINDOWS
+def test_opcheck_backward(causal, window):
     x = inputs(40, 150, dtype=torch.bfloat16)
-    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, causal=causal, return_lse=True)
-    arguments = (x.dout, x.q, x.k, x.v, out, lse, None, causal, "baseline")
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, causal=causal, window_size=window, return_lse=True)
+    arguments = (x.dout, x.q, x.k, x.v, out, lse, None, causal, *window, "baseline")
     torch.library.opcheck(torch.ops.cute_dash.attention_backward.default, arguments)
 
 
@@ -118,7 +152,8 @@ def test_torch_compile_keeps_the_bits_without_a_graph_break(schedule):
     x = inputs(dtype=torch.bfloat16)
 
     def attention(q, k, v):
-        return cute_dash.flash_attn_func(q, k, v, schedule=schedule)
+        whole = cute_dash.flash_attn_func(q, k, v, schedule=schedule)
+        return whole + cute_dash.flash_attn_func(q, k, v, causal=True, window_size=(20, None), schedule=schedule)
 
     eager_leaves, compiled_leaves = leaves(x), leaves(x)
     attention(*eager_leaves).backward(x.dout)
@@ -270,6 +305,68 @@ def test_library_forward_takes_the_backend_with_the_right_mask(monkeypatch, caus
     assert called == ["flash" if causal and unequal else "cudnn"]
 
 
+def flash_sees(seqlen_q, seqlen_k, causal, window_left, window_right):
+    """Which pairs FlashAttention-2 takes for visible, as its flash_api.cpp and mask.h read the arguments."""
+    if causal:
+        window_right = 0
+    window_left, window_right = (-1 if side >= seqlen_k else side for side in (window_left, window_right))
+    if window_left < 0 <= window_right:
+        window_left = seqlen_k
+    elif window_right < 0 <= window_left:
+        window_right = seqlen_k
+    in_line = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    keys = np.arange(seqlen_k)[None, :]
+    if window_left < 0:
+        return np.ones((seqlen_q, seqlen_k), bool)
+    return (keys >= in_line - window_left) & (keys <= in_line + window_right)
+
+
+def test_flash_runs_windows_in_parts_that_it_reads_as_the_contract_does():
+    several = 0
+    for seqlen_q, seqlen_k, left, right in itertools.product(range(1, 12), range(1, 9), range(-1, 12), range(-1, 12)):
+        causal, window = normalize_mask(False, (left, right), seqlen_q, seqlen_k)
+        if window is None:
+            continue
+        in_line = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+        keys = np.arange(seqlen_k)[None, :]
+        expected = (keys >= in_line - window.left) & (keys <= in_line + window.right)
+        parts = forward._split_queries(seqlen_q, seqlen_k, window)
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == seqlen_q and all(part.start < part.stop for part in parts)
+        for start, stop, *mask in parts:
+            assert (flash_sees(stop - start, seqlen_k, *mask) == expected[start:stop]).all(), (
+                seqlen_q,
+                seqlen_k,
+                window,
+            )
+        several += len(parts) > 1
+        assert len(parts) == 1 or seqlen_q > seqlen_k
+    assert several > 100
+
+
+@pytest.mark.parametrize("window_size", [(20, 5), (10, -1), (10, 60), (-1, 30), (0, 0)], ids=str)
+@LENGTHS
+def test_library_forward_of_a_window(monkeypatch, lengths, window_size):
+    """Flash only, whatever cuDNN says; its parts put together, blind queries repaired."""
+    x = inputs(*lengths)
+
+    def flash(q, k, v, scale, causal, window_size):
+        visible = torch.from_numpy(flash_sees(q.shape[1], k.shape[1], causal, *window_size))
+        scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * scale
+        scores = scores.masked_fill(~visible, -math.inf)
+        lse = scores.logsumexp(-1)
+        out = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1).nan_to_num(7.0), v)
+        return out, lse.masked_fill(lse == -math.inf, math.inf)
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
+    monkeypatch.setattr(forward, "_cudnn_forward", None)
+    monkeypatch.setattr(forward, "_flash_forward", flash)
+    out, lse = forward.forward(x.q, x.k, x.v, 0.1, False, window_size)
+    ref_out, ref_lse = emulator.forward(x.q, x.k, x.v, 0.1, False, window_size)
+    torch.testing.assert_close(out, ref_out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, ref_lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("junk", [math.nan, math.inf], ids=str)
 def test_library_forward_repairs_queries_without_keys(monkeypatch, junk):
     x = inputs(150, 40)
@@ -292,5 +389,6 @@ def test_library_calls_fit_torchs_schemas_and_the_ops_layout(run, causal):
         q = torch.empty(2, 40, 4, 64, dtype=torch.bfloat16, device="cuda")
         kv = torch.empty(2, 150, 4, 64, dtype=torch.bfloat16, device="cuda")
         out, lse = run(q, kv, kv, 0.1, causal)
+        assert run is forward._cudnn_forward or run(q, kv, kv, 0.1, False, (10, -1))[0].shape == out.shape
     assert out.shape == (2, 40, 4, 64) and out.dtype == torch.bfloat16 and out.is_contiguous()
     assert lse.shape == (2, 4, 40) and lse.dtype == torch.float32 and lse.is_contiguous()

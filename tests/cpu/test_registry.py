@@ -2,16 +2,17 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 import schedules
 from cute_dash import registry
-from cute_dash.problem import ProblemShape
-from cute_dash.schedule import Schedule
+from cute_dash.problem import ProblemShape, Window
+from cute_dash.schedule import DenseSchedule, Schedule
 from schedules.shift import Shift
 
 ROOT = Path(__file__).parents[2]
@@ -211,3 +212,27 @@ def test_resolve_refuses_a_mask_that_the_schedule_cannot_order():
         ValueError, match="'shift' cannot implement ProblemShape.*causal=True.*: it orders the full mask only"
     ):
         registry.resolve("shift", CAUSAL)
+
+
+@dataclass(frozen=True)
+class NoWindows(DenseSchedule):
+    """As a schedule that was written before there were windows might say."""
+
+    name: ClassVar[str] = "no_windows"
+
+    def can_implement(self, shape):
+        return shape.window is None
+
+
+def test_the_refusal_names_every_mask_that_the_schedule_orders():
+    local = replace(CAUSAL, causal=False, window=Window(100, 0))
+    for schedule, masks in ((NoWindows(), "the full mask and the causal mask"), ("symmetric_shift", "the causal mask")):
+        with pytest.raises(ValueError, match=rf"window=Window\(left=100, right=0\)\): it orders {masks} only"):
+            registry.resolve(schedule, local)
+
+
+@pytest.mark.parametrize("name", ["auto", "auto_invariant"])
+def test_windows_run_shortest_first(name):
+    for seqlen in (256, 65536):
+        local = replace(CAUSAL, causal=False, seqlen_q=seqlen, seqlen_k=seqlen, window=Window(100, 0))
+        assert registry.resolve(name, local).name == "shortest_first"

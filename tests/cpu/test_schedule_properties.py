@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import textwrap
 from collections import defaultdict
 from dataclasses import replace
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from cute_dash import registry
 from cute_dash.analysis import selection_table, table
 from cute_dash.check import check, expand, find_violation
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import MASKS, ProblemShape, Window, normalize_mask
 from cute_dash.schedule import DenseSchedule, Selector, WorkTile, get_tile_in_window
 from schedules.hybrid import Hybrid
 from schedules.longest_first import LongestFirst
@@ -42,32 +43,45 @@ def schedule_id(schedule):
     return repr(schedule)
 
 
+def with_mask(shape, mask):
+    """The shape under a kind of mask; a window of half the keys."""
+    window = Window(shape.seqlen_k // 2, 0) if mask == "local" else None
+    return replace(shape, causal=mask == "causal", window=window)
+
+
 @st.composite
-def shapes(draw, causal):
-    """Few tokens, odd tiles: every relation of num_m to num_n, of tile_m to tile_n and of seqlen_q to seqlen_k."""
+def shapes(draw, mask):
+    """Few tokens, odd tiles: every relation of num_m to num_n, of tile_m to tile_n and of seqlen_q to seqlen_k.
+
+    Windows of every width and with either side unlimited; where they hide nothing they are none.
+    """
+    seqlen_q, seqlen_k = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    window_size = draw(st.tuples(st.integers(-1, 40), st.integers(-1, 40))) if mask == "local" else (-1, -1)
+    causal, window = normalize_mask(mask == "causal", window_size, seqlen_q, seqlen_k)
     return ProblemShape(
         batch=draw(st.integers(1, 3)),
         num_heads=draw(st.integers(1, 5)),
-        seqlen_q=draw(st.integers(1, 40)),
-        seqlen_k=draw(st.integers(1, 40)),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
         tile_m=draw(st.integers(1, 7)),
         tile_n=draw(st.integers(1, 7)),
         causal=causal,
+        window=window,
     )
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("schedule", SCHEDULES + VARIANTS, ids=schedule_id)
-def test_keeps_the_rules_for_any_shape(schedule, causal):
-    @settings(max_examples=40, deadline=None, derandomize=True)
-    @given(shape=shapes(causal))
+def test_keeps_the_rules_for_any_shape(schedule, mask):
+    @settings(max_examples=120 if mask == "local" else 40, deadline=None, derandomize=True)
+    @given(shape=shapes(mask).filter(lambda shape: shape.mask == mask))
     def keeps(shape):
         check(schedule, shape)
 
-    if schedule.can_implement(replace(DOCUMENTED_SHAPE, causal=causal)):
+    if schedule.can_implement(with_mask(DOCUMENTED_SHAPE, mask)):
         keeps()
     else:
-        assert "cannot implement" in find_violation(schedule, replace(DOCUMENTED_SHAPE, causal=causal))
+        assert "cannot implement" in find_violation(schedule, with_mask(DOCUMENTED_SHAPE, mask))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
@@ -78,6 +92,22 @@ def test_keeps_the_rules_for_any_shape(schedule, causal):
 def test_keeps_the_rules_for_the_kernel_tiles(schedule, seqlen_q, seqlen_k, tile_m):
     causal = schedule.name != "shift"
     check(schedule, ProblemShape(2, 3, seqlen_q, seqlen_k, tile_m, 128, causal))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("window_size", [(256, 0), (200, 100), (0, 0), (0, 300), (-1, 70), (70, -1)], ids=str)
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(1, 800), (799, 3), (1023, 1024), (300, 1300), (1300, 300), (1024, 1024)]
+)
+@pytest.mark.parametrize("tile_m", [64, 128])
+def test_keeps_the_rules_for_windows_in_the_kernel_tiles(schedule, seqlen_q, seqlen_k, window_size, tile_m):
+    """Among them KV tiles that no query sees (300 x 1300) and Q tiles that see no key (1300 x 300)."""
+    causal, window = normalize_mask(False, window_size, seqlen_q, seqlen_k)
+    shape = ProblemShape(2, 3, seqlen_q, seqlen_k, tile_m, 128, causal, window)
+    if "shift" in schedule.name:
+        assert window is None or not schedule.can_implement(shape)
+    else:
+        check(schedule, shape)
 
 
 @pytest.mark.parametrize("schedule", CONCRETE, ids=lambda schedule: schedule.name)
@@ -100,11 +130,11 @@ def module_docstring(schedule):
 
 
 @pytest.mark.parametrize("name", ["auto", "auto_invariant"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_selectors_choose_ordered_schedules_that_fit(name, causal):
+@pytest.mark.parametrize("mask", MASKS)
+def test_selectors_choose_ordered_schedules_that_fit(name, mask):
     selector = registry.load(name)
     for seqlen in (1, 128, 512, 1024, 2048, 8192, 16384, 1 << 20):
-        shape = ProblemShape(2, 16, seqlen, seqlen, 64, 128, causal)
+        shape = with_mask(ProblemShape(2, 16, seqlen, seqlen, 64, 128, causal=False), mask)
         schedule = selector.select(shape)
         assert schedule.ordered and schedule.can_implement(shape)
         assert schedule.min_resident_ctas(shape) <= 64
@@ -120,6 +150,8 @@ def test_only_unordered_does_not_wait():
 @pytest.mark.parametrize("schedule", CONCRETE, ids=lambda schedule: schedule.name)
 def test_grouping_changes_no_bits(schedule):
     shape = ProblemShape(2, 5, 9, 11, 2, 3, causal=schedule.name != "shift")
+    if "shift" not in schedule.name:
+        shape = with_mask(shape, "local")
     orders = [
         {order.tile: order[1:] for order in expand(replace(schedule, heads_per_group=size), shape)}
         for size in (1, 2, 4, 10, 99)
@@ -154,6 +186,8 @@ def test_measured_group_sizes():
 
     assert [size(seqlen, True) for seqlen in (512, 2048, 8192, 16384)] == [4, 4, 4, 4]
     assert [size(seqlen, False) for seqlen in (2048, 8192, 16384, 1 << 20)] == [8, 4, 2, 1]
+    local = ProblemShape(1, 64, 8192, 8192, 128, 128, False, Window(1024, 0))
+    assert schedule.get_heads_per_group(local) == size(8192, True)  # not measured: as causal
 
 
 def test_negative_group_size_is_refused():
@@ -173,6 +207,24 @@ def test_shift_never_meets_itself():
         for step, (m_block, value) in enumerate(zip(order.m_blocks, order.lock_values, strict=True)):
             arrivals[m_block].append((value, step))
     assert all([step for _, step in sorted(pairs)] == sorted(step for _, step in pairs) for pairs in arrivals.values())
+
+
+@pytest.mark.parametrize("window", [Window(6, 0), Window(4, 4), Window(0, 0), Window(17, 3)], ids=str)
+def test_shortest_first_reaches_an_m_block_of_a_window_in_the_order_of_its_adds(window):
+    """KV tiles claimed right to left: by the number of steps done, each is on an m_block after those to its right.
+
+    With a right side several of the last tiles begin with m_block 0: those are there at the same step.
+    """
+    shape = ProblemShape(1, 1, 40, 40, 1, 2, False, window)
+    arrivals = defaultdict(list)
+    for claim, order in enumerate(expand(ShortestFirst(), shape)):
+        assert order.tile.n_block == shape.num_n_blocks - 1 - claim
+        for step, (m_block, value) in enumerate(zip(order.m_blocks, order.lock_values, strict=True)):
+            arrivals[m_block].append((value, step))
+    for pairs in arrivals.values():
+        assert [value for value, _ in pairs] == list(range(len(pairs)))
+        for (_, step), (_, later) in itertools.pairwise(pairs):
+            assert step < later if window.right == 0 else step <= later
 
 
 @pytest.mark.parametrize("num_blocks", [2, 4, 6, 10])

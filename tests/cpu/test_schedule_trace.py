@@ -7,7 +7,7 @@ import pytest
 
 from cute_dash import registry
 from cute_dash.check import expand
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import Selector, WorkTile
 
 cutlass = pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -31,10 +31,13 @@ def write_tables(
     num_heads: cutlass.Int32,
     seqlen_q: cutlass.Int32,
     seqlen_k: cutlass.Int32,
-    static: cutlass.Constexpr,  # schedule, tile_m, tile_n, causal
+    window_left: cutlass.Int32,
+    window_right: cutlass.Int32,
+    static: cutlass.Constexpr,  # schedule, tile_m, tile_n, mask
 ):
-    schedule, tile_m, tile_n, causal = static
-    shape = ProblemShape(batch, num_heads, seqlen_q, seqlen_k, tile_m, tile_n, causal)
+    schedule, tile_m, tile_n, mask = static
+    window = Window(window_left, window_right) if mask == "local" else None
+    shape = ProblemShape(batch, num_heads, seqlen_q, seqlen_k, tile_m, tile_n, mask == "causal", window)
     for work_idx in range(shape.num_work_tiles):
         tile = schedule.get_work_tile(work_idx, shape)
         num_steps = schedule.get_num_steps(tile, shape)
@@ -49,10 +52,21 @@ def write_tables(
             steps[work_idx, step, 2] = schedule.get_lock_count(m_block, tile, shape)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+# the last one leaves the first KV tile no step, and the one before the first Q tiles no KV tile
+CASES = [
+    ("full", None, {}),
+    ("causal", None, {}),
+    ("local", Window(4, 1), {}),
+    ("local", Window(14, 3), {"seqlen_q": 15, "seqlen_k": 6}),
+    ("local", Window(1, 0), {"seqlen_q": 7, "seqlen_k": 13}),
+]
+
+
+@pytest.mark.parametrize(("mask", "window", "lengths"), CASES, ids=str)
 @pytest.mark.parametrize("schedule", CONCRETE, ids=lambda schedule: schedule.name)
-def test_traced_equals_python(schedule, causal):
-    shape = ProblemShape(**EXTENTS, **TILES, causal=causal)
+def test_traced_equals_python(schedule, mask, window, lengths):
+    extents = EXTENTS | lengths
+    shape = ProblemShape(**extents, **TILES, causal=mask == "causal", window=window)
     if not schedule.can_implement(shape):
         pytest.skip(f"{schedule.name} does not order this mask")
     # groups, windows and tails small enough to matter at this size
@@ -61,7 +75,8 @@ def test_traced_equals_python(schedule, causal):
     schedule = dataclasses.replace(schedule, **{name: small[name] for name in fields & set(small)})
     tiles = np.full((shape.num_work_tiles, 4), -1, dtype=np.int32)
     steps = np.full((shape.num_work_tiles, shape.num_m_blocks, 3), -1, dtype=np.int32)
-    write_tables(from_dlpack(tiles), from_dlpack(steps), *EXTENTS.values(), (schedule, 2, 3, causal))
+    sides = window or (0, 0)
+    write_tables(from_dlpack(tiles), from_dlpack(steps), *extents.values(), *sides, (schedule, 2, 3, mask))
     for work_idx, order in enumerate(expand(schedule, shape)):
         assert WorkTile(*tiles[work_idx, :3].tolist()) == order.tile
         assert tiles[work_idx, 3] == len(order.m_blocks)

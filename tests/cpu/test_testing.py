@@ -21,17 +21,22 @@ LENGTHS = [(1, 1), (1, 7), (5, 5), (4, 9), (9, 4)]
 FP64_TOLERANCE = 1e-13
 
 
-def visible_by_definition(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
-    """Bottom-right causal mask, element by element: query i sees keys 0 .. i + seqlen_k - seqlen_q."""
-    rows = [[j <= i + seqlen_k - seqlen_q for j in range(seqlen_k)] for i in range(seqlen_q)]
-    return torch.tensor(rows)
+def visible_by_definition(seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
+    """The bottom-right mask element by element: query i is in line with key i + seqlen_k - seqlen_q."""
+    left, right = window_size
+
+    def sees(offset: int) -> bool:
+        return not ((causal and offset > 0) or -1 < left < -offset or -1 < right < offset)
+
+    return torch.tensor([[sees(j - i - seqlen_k + seqlen_q) for j in range(seqlen_k)] for i in range(seqlen_q)])
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("window_size", [(-1, -1), (2, 1), (0, -1), (-1, 3), (0, 0)], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_references_equal_autograd_through_torch_sdpa(lengths, causal):
+def test_references_equal_autograd_through_torch_sdpa(lengths, window_size, causal):
     x = random_inputs(2, *lengths, num_heads=3, head_dim=8, dtype=torch.float64)
-    visible = visible_by_definition(*lengths) if causal else torch.ones(lengths, dtype=torch.bool)
+    visible = visible_by_definition(*lengths, causal, window_size)
     sees_a_key = visible.any(dim=1)
     leaves = [t.transpose(1, 2).clone().requires_grad_() for t in (x.q, x.k, x.v)]
     # a query without keys is cut off: its gradient is 0 by the contract and NaN in autograd
@@ -39,13 +44,13 @@ def test_references_equal_autograd_through_torch_sdpa(lengths, causal):
         leaves[0][:, :, sees_a_key], leaves[1], leaves[2], attn_mask=visible[sees_a_key], scale=0.3
     )
     expected = torch.autograd.grad(out, leaves, x.dout.transpose(1, 2)[:, :, sees_a_key])
-    actual_out, lse = attention_forward_ref(x.q, x.k, x.v, 0.3, causal)
+    actual_out, lse = attention_forward_ref(x.q, x.k, x.v, 0.3, causal, window_size)
     assert relative_error(actual_out[:, sees_a_key], out.transpose(1, 2)) < FP64_TOLERANCE
     assert (actual_out[:, ~sees_a_key] == 0).all()
     assert (lse[:, :, ~sees_a_key] == -math.inf).all()
     scores = (x.q.transpose(1, 2) @ x.k.transpose(1, 2).mT * 0.3).masked_fill(~visible, -math.inf)
     assert torch.allclose(lse, scores.exp().sum(dim=-1).log(), rtol=FP64_TOLERANCE, atol=FP64_TOLERANCE)
-    actual = attention_backward_ref(x.dout, x.q, x.k, x.v, 0.3, causal)
+    actual = attention_backward_ref(x.dout, x.q, x.k, x.v, 0.3, causal, window_size)
     for grad, grad_expected in zip(actual, expected, strict=True):
         # one key: dq and dk are exactly 0, autograd leaves rounding noise
         assert (grad - grad_expected.transpose(1, 2)).abs().max() < 20 * FP64_TOLERANCE

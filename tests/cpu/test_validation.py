@@ -11,7 +11,7 @@ import torch
 import cute_dash
 import schedules
 from cute_dash import emulator, ops, registry, validation
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import DenseSchedule
 from cute_dash.testing import random_inputs
 from schedules.shift import Shift
@@ -80,9 +80,18 @@ BAD_OPTIONS = {
     "scale text": (dict(softmax_scale="1"), TypeError, "softmax_scale='1' is a str"),
     "scale bool": (dict(softmax_scale=True), TypeError, "softmax_scale=True is a bool"),
     "causal None": (dict(causal=None), TypeError, "causal=None is a NoneType; allowed: True or False"),
-    "window left": (dict(window_size=(128, -1)), ValueError, r"window_size=\(128, -1\): .* not there yet; allowed: -1"),
-    "window right": (dict(window_size=(None, 0)), ValueError, r"window_size=\(None, 0\): .* not there yet"),
+    "window left": (
+        dict(window_size=(-2, 0)),
+        ValueError,
+        r"window_size=\(-2, 0\); allowed: tokens, at least 0, or -1 for no limit",
+    ),
+    "window right": (dict(window_size=(None, -128)), ValueError, r"window_size=\(None, -128\); allowed: tokens"),
+    "window float": (dict(window_size=(128.0, 0)), TypeError, r"window_size=\(128.0, 0\) holds a float; allowed: ints"),
+    "window bool": (dict(window_size=(True, 0)), TypeError, r"window_size=\(True, 0\) holds a bool"),
+    "window text": (dict(window_size=("8", 0)), TypeError, r"window_size=\('8', 0\) holds a str"),
     "window int": (dict(window_size=128), TypeError, r"window_size=128; allowed: a pair \(left, right\)"),
+    "window of three": (dict(window_size=(1, 2, 3)), TypeError, r"window_size=\(1, 2, 3\); allowed: a pair"),
+    "window of one": (dict(window_size=(1,)), TypeError, r"window_size=\(1,\); allowed: a pair"),
     "softcap": (dict(softcap=30.0), ValueError, "softcap=30.0: a softcap is not there yet; allowed: 0"),
     "schedule unknown": (dict(schedule="basline"), ValueError, "unknown schedule 'basline': did you mean 'baseline'"),
     "schedule module": (dict(schedule="no_such_module:X"), ValueError, "no_such_module"),
@@ -95,6 +104,11 @@ BAD_OPTIONS = {
         dict(schedule="shift", causal=True),
         ValueError,
         "schedule='shift' cannot implement ProblemShape",
+    ),
+    "schedule window": (
+        dict(schedule="symmetric_shift", causal=True, window_size=(2, 0)),
+        ValueError,
+        r"cannot implement ProblemShape\(.*window=Window\(left=2, right=0\)\): it orders the causal mask only",
     ),
 }
 
@@ -132,7 +146,9 @@ def test_backward_refuses(changes, error, message, no_work):
 @parametrize({name: case for name, case in (BAD_QKV | BAD_BACKWARD).items() if name != "q no tensor"})
 def test_raw_backward_op_refuses(changes, error, message, no_work):
     with pytest.raises(error, match=message):
-        torch.ops.cute_dash.attention_backward(**tensors(**changes), softmax_scale=0.1, causal=False, schedule="auto")
+        torch.ops.cute_dash.attention_backward(
+            **tensors(**changes), softmax_scale=0.1, causal=False, window_left=-1, window_right=-1, schedule="auto"
+        )
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (None, None), (-1, None), [-1, -1], None], ids=str)
@@ -248,6 +264,32 @@ def test_the_part_that_is_proven_keeps_the_mask_and_fits(seqlen_q, seqlen_k, str
         assert (part.seqlen_q, part.seqlen_k) == (seqlen_q, seqlen_k)
     if seqlen_q == seqlen_k:
         assert part.seqlen_q == part.seqlen_k
+
+
+@pytest.mark.parametrize("seqlen", [512, 65536])
+def test_a_schedule_of_ones_own_is_proven_for_windows(seqlen):
+    shape = ProblemShape(4, 16, seqlen, seqlen, 64, 128, False, Window(200, 100))
+    with pytest.raises(ValueError, match="deadlock"):
+        validation._resolve(Waits(), shape)
+    assert validation._resolve(DenseElsewhere(), shape) == DenseElsewhere()
+    part = validation._part_to_prove(shape)
+    assert part.window == (200, 100) and part.seqlen_q == part.seqlen_k <= seqlen
+
+
+def test_the_part_of_an_unlimited_side_is_unlimited():
+    shape = ProblemShape(1, 1, 100_000, 100_000, 64, 128, False, Window(99_999, 100))
+    part = validation._part_to_prove(shape)
+    assert part.seqlen_k < 100_000 and part.window == (part.seqlen_k - 1, 100)
+
+
+def test_raw_ops_refuse_a_bad_window(no_work):
+    x = tensors()
+    for call in (
+        lambda: torch.ops.cute_dash.attention_forward(x["q"], x["k"], x["v"], None, False, -2, 0, "auto"),
+        lambda: torch.ops.cute_dash.attention_backward(*x.values(), None, False, 0, -3, "auto"),
+    ):
+        with pytest.raises(ValueError, match=r"window_size=\(.*\); allowed: tokens"):
+            call()
 
 
 @pytest.mark.parametrize("softcap", [None, "x", True])

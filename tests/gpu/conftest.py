@@ -1,7 +1,7 @@
 """Shared by the GPU tests: they need a Hopper, and say why where there is none."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -33,11 +33,15 @@ class Problem:
     lse: torch.Tensor
     softmax_scale: float
     causal: bool
+    window_size: tuple[int, int] = (-1, -1)
+
+    def shape(self):
+        return get_shape(self.inputs.q, self.inputs.k, self.causal, self.window_size)
 
     def resolve(self, schedule):
         """The concrete schedule; skips the test if it cannot order this problem."""
         try:
-            return registry.resolve(schedule, get_shape(self.inputs.q, self.inputs.k, self.causal))
+            return registry.resolve(schedule, self.shape())
         except ValueError as error:
             pytest.skip(str(error))
 
@@ -46,21 +50,32 @@ class Problem:
         return dout, q, k, v, self.out, self.lse, self.softmax_scale, self.causal
 
     def backward(self, schedule):
-        return attention_backward(*self.arguments(), schedule=schedule)
+        return attention_backward(*self.arguments(), window_size=self.window_size, schedule=schedule)
 
     def select(self, sequences):
         """The problem of some of the sequences, in the given order."""
         inputs = AttentionInputs(*(x[sequences] for x in self.inputs))
-        return Problem(inputs, self.out[sequences], self.lse[sequences], self.softmax_scale, self.causal)
+        return replace(self, inputs=inputs, out=self.out[sequences], lse=self.lse[sequences])
 
 
 @pytest.fixture
 def make_problem():
-    def make(batch, seqlen_q, seqlen_k, num_heads, head_dim, causal, *, dtype=torch.bfloat16, seed=0):
+    def make(
+        batch,
+        seqlen_q,
+        seqlen_k,
+        num_heads,
+        head_dim,
+        causal,
+        window_size=(-1, -1),
+        *,
+        dtype=torch.bfloat16,
+        seed=0,
+    ):
         inputs = random_inputs(batch, seqlen_q, seqlen_k, num_heads, head_dim, dtype=dtype, device="cuda", seed=seed)
         scale = head_dim**-0.5
-        out, lse = flash_attn_func(inputs.q, inputs.k, inputs.v, scale, causal, return_lse=True)
-        return Problem(inputs, out, lse, scale, causal)
+        out, lse = flash_attn_func(inputs.q, inputs.k, inputs.v, scale, causal, window_size, return_lse=True)
+        return Problem(inputs, out, lse, scale, causal, window_size)
 
     return make
 

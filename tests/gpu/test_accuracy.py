@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cute_dash import flash_attn_func, registry
-from cute_dash.testing import assert_accurate, attention_backward_ref, attention_backward_rounded
+from cute_dash import attention_backward, flash_attn_func, registry
+from cute_dash.testing import (
+    assert_accurate,
+    assert_bitwise_equal,
+    attention_backward_ref,
+    attention_backward_rounded,
+)
 from tests.gpu.ratios import ERROR_RATIOS
 
 BUDGET = 2.0  # times the comparator's error
@@ -34,7 +39,8 @@ def torch_flash_backward(problem):
 
 def assert_gradients_accurate(problem, grads, comparators):
     x = problem.inputs
-    refs = attention_backward_ref(x.dout, x.q, x.k, x.v, problem.softmax_scale, problem.causal)
+    options = (problem.softmax_scale, problem.causal, problem.window_size)
+    refs = attention_backward_ref(x.dout, x.q, x.k, x.v, *options)
     for name, grad, ref, comparator in zip(("dq", "dk", "dv"), grads, refs, comparators, strict=True):
         assert grad.dtype == x.q.dtype and grad.is_contiguous()
         ERROR_RATIOS.append(assert_accurate(grad, ref, comparator, name, BUDGET))
@@ -83,6 +89,89 @@ def test_queries_without_keys_get_exactly_zero(name, head_dim, make_problem, poi
     assert (grads[0][:, : 256 - 64] == 0).all()
     comparators = attention_backward_rounded(x.dout, x.q, x.k, x.v, problem.softmax_scale, True)
     assert_gradients_accurate(problem, grads, comparators)
+
+
+# one query or key beside its neighbours, narrower than a tile, across tiles, wider than the sequence on one side
+WINDOWS = [(0, 0), (50, 0), (0, 60), (70, 70), (200, 10), (129, 300), (-1, 30), (130, -1), (2000, 0)]
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("window_size", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", [*LENGTHS, (300, 1300), (1300, 300)], ids=str)
+def test_windows(lengths, window_size, head_dim, make_problem, poison):
+    """Among them KV tiles that no query sees (300 x 1300), whose dK and dV must be written as zeros all the same."""
+    assert_window_accurate("auto", lengths, window_size, head_dim, make_problem, poison)
+
+
+@EVERY_SCHEDULE
+@HEAD_DIMS
+@pytest.mark.parametrize("window_size", [(200, 10), (70, 70)], ids=str)
+@pytest.mark.parametrize("lengths", [(1023, 1024), (300, 1300), (1300, 300)], ids=str)
+def test_windows_in_every_order(name, lengths, window_size, head_dim, make_problem, poison):
+    assert_window_accurate(name, lengths, window_size, head_dim, make_problem, poison)
+
+
+def assert_window_accurate(name, lengths, window_size, head_dim, make_problem, poison):
+    problem = make_problem(2, *lengths, 3, head_dim, False, window_size)
+    schedule = problem.resolve(name)
+    x = problem.inputs
+    poison()
+    grads = problem.backward(schedule)
+    comparators = attention_backward_rounded(
+        x.dout, x.q, x.k, x.v, problem.softmax_scale, problem.causal, problem.window_size
+    )
+    assert_gradients_accurate(problem, grads, comparators)
+
+
+@HEAD_DIMS
+def test_keys_and_queries_beyond_a_window_get_exactly_zero(head_dim, make_problem, poison):
+    problem = make_problem(2, 100, 1500, 3, head_dim, False, (30, 0))
+    poison()
+    _, dk, dv = problem.backward("auto")
+    assert (dk[:, :1370] == 0).all() and (dv[:, :1370] == 0).all() and (dv[:, 1370:] != 0).any(dim=-1).all()
+    problem = make_problem(2, 1500, 100, 3, head_dim, False, (30, 30))
+    poison()
+    dq, _, _ = problem.backward("auto")
+    assert (dq[:, :1370] == 0).all() and torch.isfinite(dq).all()
+
+
+def test_many_tiles_without_steps(make_problem, poison):
+    """More claims in a row than the ring of work indices has places: of a stream's 1024 KV tiles one has steps."""
+    problem = make_problem(1, 64, 128 * 1024, 4, 64, False, (10, 0))
+    assert problem.shape().num_work_tiles == 4096
+    poison()
+    for schedule in ("shortest_first", "longest_first", "baseline", "hybrid"):
+        dq, dk, dv = problem.backward(schedule)
+        assert (dk[:, :-74] == 0).all() and (dv[:, :-74] == 0).all() and (dv[:, -74:] != 0).any(dim=-1).all()
+        last = problem_of_the_last_keys(problem, 256)
+        for name, grad, expected in zip(("dq", "dk", "dv"), (dq, dk[:, -256:], dv[:, -256:]), last, strict=True):
+            assert_bitwise_equal(grad.contiguous(), expected, name)
+
+
+def problem_of_the_last_keys(problem, num_keys):
+    """Gradients with the keys that the window leaves alone: the same tiles, so the same bits."""
+    x = problem.inputs
+    k, v = (t[:, -num_keys:].contiguous() for t in (x.k, x.v))
+    return attention_backward(
+        x.dout,
+        x.q,
+        k,
+        v,
+        problem.out,
+        problem.lse,
+        problem.softmax_scale,
+        window_size=problem.window_size,
+        schedule="shortest_first",
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_window_that_hides_nothing_has_the_bits_of_none(causal, make_problem):
+    expected = make_problem(2, 1000, 900, 4, 128, causal).backward("auto")
+    for window_size in ((899, 999), (2000, 2000), (-1, 1000)):
+        grads = make_problem(2, 1000, 900, 4, 128, causal, window_size).backward("auto")
+        for name, grad, wanted in zip(("dq", "dk", "dv"), grads, expected, strict=True):
+            assert_bitwise_equal(grad, wanted, name)
 
 
 def test_softmax_scale(make_problem):

@@ -43,6 +43,31 @@ def test_bits_are_equal_over_runs(name, head_dim, causal, make_problem, noise, p
 
 
 @EVERY_SCHEDULE
+@HEAD_DIMS
+@pytest.mark.parametrize("window_size", [(128, 0), (60, 60)], ids=str)
+def test_bits_of_a_window_are_equal_over_runs(name, window_size, head_dim, make_problem, noise, poison):
+    problem = make_problem(8, 512, 600, 16, head_dim, False, window_size)
+    schedule = ordered_or_skip(problem, name)
+    expected = problem.backward(schedule)
+    for run in range(NUM_RUNS):
+        noise(run % 4)
+        poison()
+        assert_same_bits(problem.backward(schedule), expected)
+
+
+@EVERY_SCHEDULE
+@pytest.mark.parametrize("window_size", [(1024, 0), (512, 512)], ids=str)
+def test_bits_of_a_window_do_not_depend_on_the_batch(name, window_size, make_problem):
+    problem = make_problem(5, 3000, 3000, 8, 128, False, window_size)
+    schedule = ordered_or_skip(problem, name)
+    if not schedule.batch_invariant:
+        pytest.skip(f"{name} is not batch invariant")
+    whole = problem.backward(schedule)
+    for sequences in ([3, 0, 4, 1, 2], [2]):
+        assert_same_bits(problem.select(sequences).backward(schedule), [grad[sequences] for grad in whole])
+
+
+@EVERY_SCHEDULE
 def test_bits_are_equal_over_runs_with_long_and_partial_tiles(name, make_problem, noise, poison):
     causal = name == "symmetric_shift"
     problem = make_problem(1, 4000, 4000, 8, 128, causal)

@@ -48,14 +48,15 @@ def test_bad_input_raises(make_changes, error, message):
         bad_call(**make_changes())
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (100, 20)], ids=["", "window"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_opcheck(causal):
+def test_opcheck(causal, window):
     name = "shortest_first" if causal else "baseline"
     x = random_inputs(2, 256, 384, 2, 128, device="cuda")
     leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
-    torch.library.opcheck(torch.ops.cute_dash.attention_forward.default, (*leaves, 0.1, causal, name))
-    out, lse = flash_attn_func(x.q, x.k, x.v, 0.1, causal, return_lse=True)
-    arguments = (x.dout, x.q, x.k, x.v, out, lse, 0.1, causal, name)
+    torch.library.opcheck(torch.ops.cute_dash.attention_forward.default, (*leaves, 0.1, causal, *window, name))
+    out, lse = flash_attn_func(x.q, x.k, x.v, 0.1, causal, window, return_lse=True)
+    arguments = (x.dout, x.q, x.k, x.v, out, lse, 0.1, causal, *window, name)
     torch.library.opcheck(torch.ops.cute_dash.attention_backward.default, arguments)
 
 

@@ -8,7 +8,6 @@ import torch
 from cute_dash import launch, registry
 from cute_dash.schedule import DenseSchedule, WorkTile
 from cute_dash.testing import assert_bitwise_equal
-from cute_dash.validation import get_shape
 
 
 def promised_order(schedule, shape):
@@ -22,18 +21,20 @@ def promised_order(schedule, shape):
     return order
 
 
+@pytest.mark.parametrize("window_size", [(-1, -1), (300, 70), (500, 0)], ids=str)
+@pytest.mark.parametrize("seqlen_k", [2000, 3000])
 @pytest.mark.parametrize("name", registry.available())
-def test_additions_happen_in_the_promised_order(name, make_problem, noise):
+def test_additions_happen_in_the_promised_order(name, seqlen_k, window_size, make_problem, noise):
     causal = name != "shift"
-    problem = make_problem(1, 2048, 2000, 16, 128, causal)
+    problem = make_problem(1, 2048, seqlen_k, 16, 128, causal, window_size)
     schedule = problem.resolve(name)
     if not schedule.ordered:
         pytest.skip(f"{name} promises no order")
-    promised = promised_order(schedule, get_shape(problem.inputs.q, problem.inputs.k, causal))
+    promised = promised_order(schedule, problem.shape())
     expected = problem.backward(schedule)
     for _ in range(5):
         noise(4)
-        grads, recorded = launch.record_order(*problem.arguments(), schedule)
+        grads, recorded = launch.record_order(*problem.arguments(), schedule, window_size=window_size)
         assert torch.equal(recorded[0].cpu(), promised)
         for gradient, a, b in zip(("dq", "dk", "dv"), grads, expected, strict=True):
             assert_bitwise_equal(a, b, gradient)

@@ -10,7 +10,7 @@ import torch
 
 from cute_dash import registry
 from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
-from cute_dash.problem import ProblemShape
+from cute_dash.problem import Window
 from cute_dash.schedule import Selector
 from tests.gpu.turnstile_kernel import TurnstileFold, compile_fold, fold_on_host
 
@@ -19,34 +19,45 @@ EXTENTS = [(1, 1, 1, 1), (2, 3, 1000, 1400), (3, 5, 1400, 1000), (1, 16, 4096, 4
 # CTAs of one warp, many to an SM; the least number that the schedule needs comes on top
 GRIDS = (1, 5, 132, 528)
 NUM_RUNS = 10
-CONFIGS = [get_config(head_dim, causal) for head_dim in SUPPORTED_HEAD_DIMS for causal in (False, True)]
+CONFIGS = [
+    get_config(head_dim, *mask)
+    for head_dim in SUPPORTED_HEAD_DIMS
+    for mask in ((False, False), (True, False), (False, True))
+]
+# of a local configuration, for each of EXTENTS: among them KV tiles without steps and dQ tiles without turns
+WINDOWS = [(0, 0), (100, 20), (300, 50), (700, 0), (200, 300)]
 SCHEDULES = [registry.load(name) for name in registry.available()]
 ORDERED = [schedule for schedule in SCHEDULES if schedule.ordered and not isinstance(schedule, Selector)]
 
 every_config = pytest.mark.parametrize(
-    "config", CONFIGS, ids=lambda config: f"{config.tile_m}x{config.tile_n}-{'causal' if config.causal else 'full'}"
+    "config", CONFIGS, ids=lambda config: f"{config.tile_m}x{config.tile_n}-{config.mask}"
 )
 
 
-def run_fold(schedule, shape, num_ctas):
+def run_fold(schedule, config, shape, num_ctas):
     """Folds on the GPU, [stream][m_block]."""
-    kernel = _compile(schedule, shape.tile_m, shape.tile_n, shape.causal)
+    kernel = _compile(schedule, config)
     fold, counters = torch.zeros(2, shape.num_streams, shape.num_m_blocks, dtype=torch.int32, device="cuda")
     claims = torch.zeros(1, dtype=torch.int32, device="cuda")
-    kernel(fold, counters, claims, shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k, num_ctas)
+    extents = (shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k)
+    kernel(fold, counters, claims, *extents, *(shape.window or (0, 0)), num_ctas)
     return fold
 
 
 @cache
-def _compile(schedule, tile_m, tile_n, causal):
-    return compile_fold(TurnstileFold(schedule, tile_m, tile_n, causal))
+def _compile(schedule, config):
+    return compile_fold(TurnstileFold(schedule, config))
+
+
+def make_shape(config, extents, sides):
+    return config.make_shape(*extents, Window(*sides) if config.local else None)
 
 
 @every_config
 @pytest.mark.parametrize("schedule", ORDERED, ids=lambda schedule: schedule.name)
 def test_fold_equals_the_host(schedule, config, noise):
-    for extents in EXTENTS:
-        shape = ProblemShape(*extents, config.tile_m, config.tile_n, config.causal)
+    for extents, sides in zip(EXTENTS, WINDOWS, strict=True):
+        shape = make_shape(config, extents, sides)
         if not schedule.can_implement(shape):
             pytest.skip(f"{schedule.name} does not order this mask")
         expected = torch.tensor(fold_on_host(schedule, shape), dtype=torch.int32)
@@ -54,7 +65,7 @@ def test_fold_equals_the_host(schedule, config, noise):
         for num_ctas in sorted({least, *(grid for grid in GRIDS if grid > least)}):
             for run in range(NUM_RUNS):
                 noise(run % 3)
-                fold = run_fold(schedule, shape, num_ctas).cpu()
+                fold = run_fold(schedule, config, shape, num_ctas).cpu()
                 assert torch.equal(fold, expected), f"{extents}, {num_ctas} CTAs, run {run}"
 
 
@@ -62,6 +73,6 @@ def test_fold_equals_the_host(schedule, config, noise):
 def test_without_a_turnstile_the_fold_differs(config):
     """The negative control: same kernel, no waiting."""
     schedule = registry.load("unordered")
-    shape = ProblemShape(1, 2, 16385, 16383, config.tile_m, config.tile_n, config.causal)
+    shape = make_shape(config, (1, 2, 16385, 16383), (4000, 4000))
     expected = torch.tensor(fold_on_host(schedule, shape), dtype=torch.int32)
-    assert not torch.equal(run_fold(schedule, shape, 132).cpu(), expected)
+    assert not torch.equal(run_fold(schedule, config, shape, 132).cpu(), expected)

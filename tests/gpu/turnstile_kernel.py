@@ -12,7 +12,9 @@ from cutlass import Int32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_dash.compile import ARCH
+from cute_dash.config import BwdConfig
 from cute_dash.kernels import semaphore
+from cute_dash.kernels.extents import Extents
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule
 
@@ -21,13 +23,11 @@ WARP_THREADS = 32
 
 
 class TurnstileFold:
-    """The kernel for one schedule, mask and pair of tile sizes."""
+    """The kernel for one schedule, and the mask and tiles of a configuration."""
 
-    def __init__(self, schedule: Schedule, tile_m: int, tile_n: int, causal: bool):
+    def __init__(self, schedule: Schedule, config: BwdConfig):
         self.schedule = schedule
-        self.tile_m = tile_m
-        self.tile_n = tile_n
-        self.causal = causal
+        self.config = config
 
     @cute.jit
     def __call__(
@@ -39,6 +39,8 @@ class TurnstileFold:
         num_heads: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
+        window_left: Int32,
+        window_right: Int32,
         num_ctas: Int32,
         stream,
     ):
@@ -48,9 +50,12 @@ class TurnstileFold:
             mFold: (num_streams, num_m_blocks), int32, zeros; the folds.
             mSemaphore: (num_streams, num_m_blocks), int32, zeros.
             mCounter: (1,), int32, zero.
+            window_left, window_right: of a local configuration.
         """
-        shape = ProblemShape(batch, num_heads, seqlen_q, seqlen_k, self.tile_m, self.tile_n, self.causal)
-        self.kernel(mFold, mSemaphore, mCounter, shape.batch, shape.num_heads, shape.seqlen_q, shape.seqlen_k).launch(
+        extents = Extents(batch, num_heads, seqlen_q, seqlen_k)
+        if const_expr(self.config.local):
+            extents = extents._replace(window_left=window_left, window_right=window_right)
+        self.kernel(mFold, mSemaphore, mCounter, extents).launch(
             grid=(num_ctas, 1, 1), block=(WARP_THREADS, 1, 1), stream=stream, cooperative=True
         )
 
@@ -60,12 +65,9 @@ class TurnstileFold:
         mFold: cute.Tensor,
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
-        batch: Int32,
-        num_heads: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
+        extents: Extents,
     ):
-        shape = ProblemShape(batch, num_heads, seqlen_q, seqlen_k, self.tile_m, self.tile_n, self.causal)
+        shape = extents.make_shape(self.config)
         work_idx = semaphore.claim_next(mCounter.iterator)
         while work_idx < shape.num_work_tiles:
             tile = self.schedule.get_work_tile(work_idx, shape)
@@ -91,7 +93,7 @@ class TurnstileFold:
 
 def compile_fold(fold: TurnstileFold, options: str = ""):
     """Compiles the kernel for Hopper, with or without a GPU here. Takes CUDA tensors and ints, see `__call__`."""
-    extents = [Int32(1)] * 5
+    extents = [Int32(1)] * 7
 
     def fake_tensor(shape, stride):
         return make_fake_tensor(Int32, shape, stride, assumed_align=4)
