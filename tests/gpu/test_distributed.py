@@ -1,0 +1,90 @@
+"""Context parallelism and sharded ops on two GPUs with NCCL: gradients against fp64, and bits run by run."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from cute_dash import flash_attn_func
+from cute_dash.distributed import context_parallel_attention, shard_sequence, unshard_sequence
+from cute_dash.testing import (
+    assert_accurate,
+    assert_bitwise_equal,
+    attention_backward_ref,
+    attention_backward_rounded,
+    random_inputs,
+)
+from tests.process_group import ProcessGroup
+
+WORLD_SIZE = 2
+BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 1536, 4, 128
+NAMES = ("out", "dq", "dk", "dv")
+METHODS = pytest.mark.parametrize("method", ["ring", "all_to_all"])
+MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    if torch.cuda.device_count() < WORLD_SIZE:
+        pytest.skip(f"{torch.cuda.device_count()} GPU, these tests need {WORLD_SIZE}")
+    if not dist.is_nccl_available():
+        pytest.skip("torch is built without NCCL")
+    with ProcessGroup(WORLD_SIZE, "nccl") as group:
+        yield group
+
+
+def make_inputs():
+    """On the CPU: the same on every rank, and in this process."""
+    return random_inputs(BATCH, SEQLEN, SEQLEN, HEADS, HEAD_DIM)
+
+
+def train(q, k, v, dout, attention):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    out.backward(dout)
+    return out.detach(), *(leaf.grad for leaf in leaves)
+
+
+def run_parallel(method, causal, repetitions):
+    """out, dq, dk, dv of the first run on the CPU, and whether the others had the same bits; other work is queued between."""
+    mesh = init_device_mesh("cuda", (WORLD_SIZE,), mesh_dim_names=("cp",))
+    local = [shard_sequence(x.cuda(), mesh) for x in make_inputs()]
+
+    def attention(q, k, v):
+        return context_parallel_attention(q, k, v, mesh, method=method, causal=causal, schedule="auto_invariant")
+
+    first = train(*local, attention)
+    equal, noise = True, torch.randn(2048, 2048, device="cuda")
+    for repetition in range(repetitions):
+        for _ in range(5 * (mesh.get_local_rank() ^ (repetition & 1))):  # the ranks fall behind in turns
+            noise = noise @ noise / 2048
+        again = train(*local, attention)
+        equal &= all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    return [unshard_sequence(x, mesh).cpu() for x in first], equal
+
+
+@METHODS
+@MASKS
+def test_gradients_and_bits(nccl, method, causal):
+    results = nccl.run(run_parallel, method, causal, 20)
+    x = make_inputs()
+    arguments = *(t.cuda() for t in (x.dout, x.q, x.k, x.v)), HEAD_DIM**-0.5, causal
+    references, comparators = attention_backward_ref(*arguments), attention_backward_rounded(*arguments)
+    for whole, equal in results:
+        assert equal
+        for name, actual, ref, comparator in zip(NAMES[1:], whole[1:], references, comparators, strict=True):
+            assert_accurate(actual.cuda(), ref, comparator, name)
+
+
+@MASKS
+def test_all_to_all_has_the_bits_of_each_head_group_on_one_device(nccl, causal):
+    """Head by head group, because the bits of the library's forward may depend on how many heads it is given."""
+    whole, _ = nccl.run(run_parallel, "all_to_all", causal, 0)[0]
+    x, num_heads = make_inputs(), HEADS // WORLD_SIZE
+    for rank in range(WORLD_SIZE):
+        heads = slice(rank * num_heads, (rank + 1) * num_heads)
+        q, k, v, dout = (t[:, :, heads].cuda() for t in x)
+        packed = torch.cat((q, k, v), dim=2).split(num_heads, dim=2)  # strides as on the ranks
+        one = train(*packed, dout, lambda q, k, v: flash_attn_func(q, k, v, causal=causal, schedule="auto_invariant"))
+        for name, a, b in zip(NAMES, whole, one, strict=True):
+            assert_bitwise_equal(a[:, :, heads].contiguous(), b.cpu().contiguous(), f"{name} of head group {rank}")
