@@ -10,6 +10,7 @@ from typing import Any
 # public name -> module that defines it
 _LAZY = {
     "context_parallel_attention": "cute_dash.distributed.context_parallel",
+    "register_sharding_rules": "cute_dash.distributed.dtensor",
     "sequence_positions": "cute_dash.distributed.sequence",
     "shard_sequence": "cute_dash.distributed.sequence",
     "unshard_sequence": "cute_dash.distributed.sequence",

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cute_dash import attention_backward, flash_attn_func
 from cute_dash.distributed import context_parallel_attention, sequence_positions, shard_sequence, unshard_sequence
+from cute_dash.distributed.all_to_all import check_heads
 from cute_dash.distributed.ring import get_block
 from cute_dash.distributed.sequence import get_chunks
 from cute_dash.testing import (
@@ -151,6 +152,22 @@ def test_keys_of_another_length(gloo, method, causal):
     out, *grads = gloo.run(run_parallel, 2, x, 0, dict(method=method, causal=causal))[0]
     assert relative_error(out, attention_forward_ref(x.q, x.k, x.v, SCALE, causal)[0]) < 2e-6
     for actual, ref in zip(grads, attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, causal), strict=True):
+        assert relative_error(actual, ref) < 2e-6
+
+
+@pytest.mark.usefixtures("grouped_queries")
+@METHODS
+@MASKS
+def test_fewer_kv_heads(gloo, method, causal):
+    """Against one device with each KV head given to all query heads of its group."""
+    x = inputs(dtype=torch.float32, batch=1)
+    grouped = x._replace(k=x.k[:, :, ::2].contiguous(), v=x.v[:, :, ::2].contiguous())
+    out, *grads = gloo.run(run_parallel, 2, grouped, 0, dict(method=method, causal=causal))[0]
+    repeated = x._replace(k=grouped.k.repeat_interleave(2, dim=2), v=grouped.v.repeat_interleave(2, dim=2))
+    assert relative_error(out, attention_forward_ref(*repeated[:3], SCALE, causal)[0]) < 2e-6
+    dq, *dkv = attention_backward_ref(x.dout, *repeated[:3], SCALE, causal)
+    expected = dq, *(t.unflatten(2, (-1, 2)).sum(dim=3) for t in dkv)
+    for actual, ref in zip(grads, expected, strict=True):
         assert relative_error(actual, ref) < 2e-6
 
 
@@ -318,6 +335,11 @@ BAD_CALLS = {
         lambda mesh, x: call(mesh, x, method="all_to_all", **{name: getattr(x, name)[:, :, :3] for name in "qkv"}),
         ValueError,
         "q has 3 heads; allowed with method='all_to_all': a multiple of the 2 ranks",
+    ),
+    "KV heads": (
+        lambda mesh, x: check_heads(x.q, x.k[:, :, :3], mesh.size()),
+        ValueError,
+        "k has 3 KV heads; allowed with method='all_to_all': a multiple of the 2 ranks",
     ),
     "odd ring": (lambda mesh, x: call(mesh, x, 7, causal=True), ValueError, "q has 7 tokens on each rank"),
     "odd all_to_all": (lambda mesh, x: call(mesh, x, 7, method="all_to_all"), ValueError, "q has 7 tokens"),
