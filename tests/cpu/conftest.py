@@ -20,8 +20,18 @@ def gloo():
 @pytest.fixture(scope="session")
 def grouped_queries():
     """Skips where the op wants as many KV heads as query heads."""
-    q, k = torch.zeros(1, 2, 2, 64), torch.zeros(1, 2, 1, 64)
+    _skip_if_refused(torch.zeros(1, 2, 2, 64), torch.zeros(1, 2, 1, 64))
+
+
+@pytest.fixture(scope="session")
+def windows():
+    """Skips where the op has no sliding windows."""
+    q = torch.zeros(1, 3, 1, 64)
+    _skip_if_refused(q, q, causal=True, window_size=(1, 0))
+
+
+def _skip_if_refused(q, k, **options):
     try:
-        flash_attn_func(q, k, k)
+        flash_attn_func(q, k, k, **options)
     except ValueError as error:
         pytest.skip(str(error))

@@ -194,6 +194,16 @@ def test_all_to_all_has_the_bits_of_one_device(gloo, layout, causal, world_size)
         assert_bitwise_equal(a, b, name)
 
 
+@pytest.mark.usefixtures("windows")
+def test_all_to_all_takes_a_window(gloo):
+    x, options = inputs(), dict(causal=True, window_size=(40, 0), schedule=INVARIANT)
+    one = train(*x, lambda q, k, v: flash_attn_func(q, k, v, **options))
+    for name, a, b in zip(
+        NAMES, gloo.run(run_parallel, 2, x, 0, options | dict(method="all_to_all"))[0], one, strict=True
+    ):
+        assert_bitwise_equal(a, b, name)
+
+
 @METHODS
 @MASKS
 def test_one_rank_has_the_bits_of_one_device(gloo, method, causal):

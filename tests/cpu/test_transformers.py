@@ -53,15 +53,6 @@ def varlen(monkeypatch):
         monkeypatch.setattr(cute_dash, "flash_attn_varlen_func", loop, raising=False)
 
 
-@pytest.fixture
-def windows():
-    q = torch.zeros(1, 3, 1, 64)
-    try:
-        flash_attn_func(q, q, q, causal=True, window_size=(1, 0))
-    except ValueError as error:
-        pytest.skip(str(error))
-
-
 def make_model(family, implementation="cute_dash", dtype=torch.float32, **changes):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **{**SMALL, **changes})
