@@ -4,6 +4,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from cute_dash import validation
 from cute_dash.distributed.all_to_all import check_heads, gather_sequence, scatter_sequence
@@ -50,7 +51,8 @@ def context_parallel_attention(
         out in the shape and dtype of q: this rank's part.
 
     Raises:
-        TypeError, ValueError: before anything is sent, naming the argument, its value and what is allowed.
+        TypeError, ValueError: on every rank alike, naming the argument, its value and what is allowed; before anything is
+            sent, but for a schedule that cannot order what "all_to_all" has gathered.
     """
     place = get_place(mesh)
     _check(q, k, v, mesh, method, layout)
@@ -76,6 +78,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, method: str, layou
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; allowed: a torch.Tensor")
+        if isinstance(x, DTensor):
+            raise TypeError(f"{name} is a DTensor; allowed: this rank's part, {name}.to_local()")
     validation.check_qkv(q, k, v)
     validation.check_device(q.device)
     if q.device.type != mesh.device_type:

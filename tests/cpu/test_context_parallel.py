@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from cute_dash import attention_backward, flash_attn_func
 from cute_dash.distributed import context_parallel_attention, sequence_positions, shard_sequence, unshard_sequence
@@ -359,6 +360,11 @@ BAD_CALLS = {
         "k has 136 tokens on each rank and q has 68",
     ),
     "not a tensor": (lambda mesh, x: call(mesh, x, k=None), TypeError, "k is a NoneType"),
+    "DTensor": (
+        lambda mesh, x: call(mesh, x, v=distribute_tensor(x.v, mesh, [Replicate()])),
+        TypeError,
+        "v is a DTensor",
+    ),
     "head dim": (
         lambda mesh, x: call(mesh, x, **{name: getattr(x, name)[..., :32] for name in "qkv"}),
         ValueError,

@@ -4,9 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from cute_dash import flash_attn_func
-from cute_dash.distributed import context_parallel_attention, shard_sequence, unshard_sequence
+from cute_dash.distributed import (
+    context_parallel_attention,
+    register_sharding_rules,
+    shard_sequence,
+    unshard_sequence,
+)
 from cute_dash.testing import (
     assert_accurate,
     assert_bitwise_equal,
@@ -76,15 +82,38 @@ def test_gradients_and_bits(nccl, method, causal):
             assert_accurate(actual.cuda(), ref, comparator, name)
 
 
-@MASKS
-def test_all_to_all_has_the_bits_of_each_head_group_on_one_device(nccl, causal):
-    """Head by head group, because the bits of the library's forward may depend on how many heads it is given."""
-    whole, _ = nccl.run(run_parallel, "all_to_all", causal, 0)[0]
+def run_sharded(causal):
+    """out, dq, dk, dv of DTensors that are sharded by heads, whole and on the CPU, and their placements."""
+    register_sharding_rules()
+    mesh = init_device_mesh("cuda", (WORLD_SIZE,))
+    x = [distribute_tensor(t.cuda(), mesh, [Shard(2)]) for t in make_inputs()]
+    results = train(*x, lambda q, k, v: flash_attn_func(q, k, v, causal=causal, schedule="auto_invariant"))
+    return [t.full_tensor().cpu() for t in results], [t.placements for t in results]
+
+
+def assert_bits_of_head_groups(whole, causal, layout):
+    """Head by head group, because the bits of the library's forward may depend on how many heads it is given.
+
+    Args:
+        layout: makes of one group's q, k, v tensors with the strides that a rank has.
+    """
     x, num_heads = make_inputs(), HEADS // WORLD_SIZE
     for rank in range(WORLD_SIZE):
         heads = slice(rank * num_heads, (rank + 1) * num_heads)
-        q, k, v, dout = (t[:, :, heads].cuda() for t in x)
-        packed = torch.cat((q, k, v), dim=2).split(num_heads, dim=2)  # strides as on the ranks
-        one = train(*packed, dout, lambda q, k, v: flash_attn_func(q, k, v, causal=causal, schedule="auto_invariant"))
-        for name, a, b in zip(NAMES, whole, one, strict=True):
+        *qkv, dout = (t[:, :, heads].cuda() for t in x)
+        attention = lambda q, k, v: flash_attn_func(q, k, v, causal=causal, schedule="auto_invariant")
+        for name, a, b in zip(NAMES, whole, train(*layout(qkv), dout, attention), strict=True):
             assert_bitwise_equal(a[:, :, heads].contiguous(), b.cpu().contiguous(), f"{name} of head group {rank}")
+
+
+@MASKS
+def test_all_to_all_has_the_bits_of_each_head_group_on_one_device(nccl, causal):
+    for whole, _ in nccl.run(run_parallel, "all_to_all", causal, 0):
+        assert_bits_of_head_groups(whole, causal, lambda qkv: torch.cat(qkv, dim=2).chunk(3, dim=2))
+
+
+@MASKS
+def test_sharded_ops_have_the_bits_of_each_head_group_on_one_device(nccl, causal):
+    for whole, placements in nccl.run(run_sharded, causal):
+        assert placements == 4 * [(Shard(2),)]
+        assert_bits_of_head_groups(whole, causal, lambda qkv: [t.contiguous() for t in qkv])
