@@ -1,0 +1,338 @@
+"""Hugging Face transformers: `attn_implementation="cute_dash"`, once `register()` has been called.
+
+Host, with torch and transformers. Two functions are registered: the attention of a layer, and the one that makes the mask
+of a forward pass. What a model asks for and cannot be had is refused in either: nothing is dropped, nothing falls back to
+another implementation.
+
+Sequences of different lengths in one tensor, by a padding mask or packed behind each other, are run by
+`flash_attn_varlen_func`. The mask function describes them by *segments*, int (batch, seqlen_k): 0 for padding, and another
+number for each sequence of a row. A padding mask of ones and zeros is already that.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+import cute_dash
+from cute_dash.interface import flash_attn_func
+from cute_dash.schedule import Schedule
+
+# arguments of other attention functions, which change what is computed
+_REFUSED = ("s_aux", "position_bias", "alibi", "head_mask", "block_table", "k_cache", "v_cache")
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def register(name: str = "cute_dash", *, schedule: "str | Schedule" = "auto") -> None:
+    """Makes this package's attention known to transformers.
+
+    Afterwards `AutoModel.from_pretrained(..., attn_implementation=name)`, `from_config` and `model.set_attn_implementation`
+    take it. Registering a name again replaces it, also in models that use it already.
+
+    Args:
+        name: what models ask for.
+        schedule: of the backward pass, as for `flash_attn_func`; another schedule needs another name.
+    """
+    AttentionInterface.register(name, partial(attention, schedule=schedule))
+    AttentionMaskInterface.register(name, make_mask)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    schedule: "str | Schedule" = "auto",
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as transformers calls it.
+
+    Args:
+        module: the layer; its `is_causal` and its config's decide, unless `is_causal` is given.
+        query: (batch, num_heads, seqlen_q, head_dim).
+        key, value: (batch, num_heads_kv, seqlen_k, head_dim).
+        attention_mask: None, or segments (batch, seqlen_k).
+        sliding_window: keys that a query sees, itself among them; causal only.
+        position_ids: (1 or batch, seqlen_q): where they do not go up by 1, the next packed sequence starts. Not read if
+            there are segments or kwargs has the sequences' lengths (cu_seq_lens_q, ... max_length_k).
+
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim) and no weights; padding has out 0.
+
+    Raises:
+        TypeError, ValueError: naming what is not supported, and what is.
+    """
+    _refuse_unsupported(dropout, kwargs)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    causal = _is_causal(module) if is_causal is None else bool(is_causal)
+    options: dict[str, Any] = dict(
+        softmax_scale=scaling,
+        causal=causal,
+        window_size=_get_window(sliding_window, causal, k.shape[1]),
+        softcap=softcap or 0.0,
+        schedule=schedule,
+    )
+    lengths = _get_lengths(q, k, attention_mask, position_ids, kwargs)
+    if lengths is not None:
+        return _run_varlen(q, k, v, lengths, options), None
+    out = flash_attn_func(q, k, v, **options)
+    assert isinstance(out, Tensor)  # LSE was not asked for
+    return out, None
+
+
+def _refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout != 0:
+        raise ValueError(f"{dropout=}; allowed: 0, such as attention_dropout=0.0 in the model's config")
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions=True: attention weights are never formed; allowed: False")
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} is given, which attention here does not have; allowed: None")
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """A config's is_causal=False makes a decoder bidirectional, whatever its layers say."""
+    return bool(getattr(module, "is_causal", True)) and getattr(getattr(module, "config", None), "is_causal", True)
+
+
+def _get_window(sliding_window: int | None, causal: bool, seqlen_k: int) -> tuple[int, int]:
+    if sliding_window is None or (causal and sliding_window >= seqlen_k):
+        return -1, -1
+    if not causal:
+        raise ValueError(f"{sliding_window=} without a causal mask; allowed: None")
+    return sliding_window - 1, 0
+
+
+# Masks
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: "int | Tensor" = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    *,
+    device: "torch.device | str" = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of a forward pass, as transformers asks for it.
+
+    Args:
+        batch_size, q_length, kv_length: extents; queries start at q_offset, keys at kv_offset.
+        mask_function: which keys a query sees. Causal, causal with a sliding window (which the layers are told again), and
+            everything; each of the first two also with packed sequences.
+        attention_mask: (batch, kv_length or more), False or 0 for padding.
+        device: of the mask.
+
+    Returns:
+        None if nothing but causality and window is masked, else segments (batch, kv_length), int32.
+
+    Raises:
+        ValueError: another mask function, or keys beyond the last query.
+    """
+    structure = _describe(mask_function)
+    packed = structure in _PACKED
+    if not (packed or structure in _PLAIN):
+        raise ValueError(
+            f"mask_function={mask_function.__qualname__} is not supported; allowed: causal, causal with a sliding window, "
+            "both with packed sequences, and bidirectional without a window; no overlays, chunks or bidirectional blocks"
+        )
+    if mask_function is not masking_utils.bidirectional_mask_function:
+        _check_alignment(q_length, kv_length, int(q_offset), kv_offset)
+    if packed:
+        return _get_packed_segments(mask_function, batch_size, q_length, torch.device(device))
+    if attention_mask is None:
+        return None
+    attention_mask = attention_mask[:, -kv_length:]
+    if attention_mask.shape != (batch_size, kv_length):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: {(batch_size, kv_length)}, one value for each key"
+        )
+    return None if attention_mask.all() else attention_mask.to(torch.int32)
+
+
+def _check_alignment(q_length: int, kv_length: int, q_offset: int, kv_offset: int) -> None:
+    """The causal mask here is bottom-right aligned: the last query is in line with the last key."""
+    if q_offset + q_length != kv_offset + kv_length:
+        raise ValueError(
+            f"keys {kv_offset} .. {kv_offset + kv_length - 1} for queries {q_offset} .. {q_offset + q_length - 1}; allowed: "
+            "both end at the same token, as with a DynamicCache or no cache, but not with a StaticCache"
+        )
+
+
+def _describe(x: Any) -> Any:
+    """The structure of a mask function: which functions it is made of, but not the values that they hold."""
+    if isinstance(x, tuple):
+        return tuple(_describe(item) for item in x)
+    if not callable(x) or isinstance(x, Tensor):
+        return None
+    cells = getattr(x, "__closure__", None) or ()
+    return (
+        getattr(x, "__module__", None),
+        getattr(x, "__qualname__", x),
+        *(_describe(cell.cell_contents) for cell in cells),
+    )
+
+
+def _list_structures() -> tuple[list[Any], list[Any]]:
+    """Of the mask functions that attention here can honour: without and with packed sequences."""
+    u, any_ids = masking_utils, torch.zeros(1, 1, dtype=torch.int64)
+    causal = [u.causal_mask_function, u.sliding_window_causal_mask_function(1)]
+    packed = [
+        u.and_masks(
+            u.remap_positions_for_packed_sequence(function, any_ids),
+            u.packed_sequence_mask_function(any_ids),
+        )
+        for function in causal
+    ]
+    plain = [*causal, u.bidirectional_mask_function]
+    return [_describe(function) for function in plain], [_describe(function) for function in packed]
+
+
+_PLAIN, _PACKED = _list_structures()
+
+
+def _get_packed_segments(
+    mask_function: Callable[..., Tensor], batch_size: int, seqlen: int, device: torch.device
+) -> Tensor:
+    """A sequence starts where a query does not see the key before its own."""
+    batch_idx = torch.arange(batch_size, device=device)[:, None]
+    queries = torch.arange(1, seqlen, device=device)[None]
+    starts = ~mask_function(batch_idx, torch.zeros_like(batch_idx), queries, queries - 1)
+    segments = torch.ones(batch_size, seqlen, dtype=torch.int32, device=device)
+    segments[:, 1:] += starts.cumsum(dim=1, dtype=torch.int32)
+    return segments
+
+
+# Sequences of different lengths
+
+
+class _Lengths(NamedTuple):
+    """Sequences behind each other in (batch * seqlen) tokens without the padding, as `flash_attn_varlen_func` takes them."""
+
+    tokens_q: Tensor | None  # which of the batch * seqlen_q are no padding; None: all
+    tokens_k: Tensor | None
+    cu_seqlens_q: Tensor  # int32: starts of the sequences among these tokens, and the end of the last
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def _get_lengths(
+    q: Tensor, k: Tensor, segments: Tensor | None, position_ids: Tensor | None, kwargs: dict[str, Any]
+) -> _Lengths | None:
+    """None if all sequences are as long as the tensors."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    if segments is not None:
+        if segments.shape != (q.shape[0], seqlen_k) or segments.is_floating_point():
+            raise ValueError(
+                f"attention_mask has shape {tuple(segments.shape)} and dtype {segments.dtype}; allowed: None, or 2-D "
+                f"{(q.shape[0], seqlen_k)} with 0 for padding"
+            )
+        lengths: _Lengths | None = _once_per_forward(_from_segments, segments, seqlen_q)
+        return lengths
+    given = [kwargs.get(name) for name in _VARLEN]
+    if all(value is not None for value in given):
+        return _Lengths(None, None, *(x.to(torch.int32) for x in given[:2]), *map(int, given[2:]))  # type: ignore[union-attr, arg-type]
+    if position_ids is None or position_ids.ndim != 2 or seqlen_q != seqlen_k or seqlen_q == 1:
+        return None
+    lengths = _once_per_forward(_from_positions, position_ids, q.shape[0])
+    return lengths
+
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (its version, extent, what was found)
+
+
+# values of tensors decide what is run, which a graph cannot hold
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _once_per_forward(find: Callable[[Tensor, int], _Lengths | None], x: Tensor, extent: int) -> _Lengths | None:
+    """`find(x, extent)`, which reads values of `x` on the host, once for all layers that get the same tensor."""
+    if x.is_inference():  # whose versions torch does not count
+        return find(x, extent)
+    known = _known.get(x)  # type: ignore[no-untyped-call]
+    if known is None or known[:2] != (x._version, extent):
+        known = _known[x] = x._version, extent, find(x, extent)
+    found: _Lengths | None = known[2]
+    return found
+
+
+def _from_positions(position_ids: Tensor, batch_size: int) -> _Lengths | None:
+    starts = position_ids.diff(dim=1) != 1
+    if not starts.any():
+        return None
+    segments = torch.nn.functional.pad(starts.cumsum(dim=1), (1, 0)) + 1
+    return _from_segments(segments.expand(batch_size, -1), segments.shape[1])
+
+
+def _from_segments(segments: Tensor, seqlen_q: int) -> _Lengths | None:
+    # each row is one sequence: transformers calls that packed, too, while torch.compile traces it
+    if ((segments != 0) & (segments == segments[:, :1])).all():
+        return None
+    if seqlen_q == segments.shape[1]:
+        tokens, cu_seqlens, longest = _find_sequences(segments)
+        return _Lengths(tokens, tokens, cu_seqlens, cu_seqlens, longest, longest)
+    if segments.max() > 1:
+        raise ValueError("attention_mask has packed sequences, and keys of a cache; allowed: one of the two")
+    sides = [_find_rows(side) for side in (segments[:, -seqlen_q:], segments)]  # queries are the last of the keys
+    (tokens_q, cu_seqlens_q, longest_q), (tokens_k, cu_seqlens_k, longest_k) = sides
+    return _Lengths(tokens_q, tokens_k, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+
+
+_Sequences = tuple[Tensor | None, Tensor, int]  # tokens, cu_seqlens and the longest
+
+
+def _find_sequences(segments: Tensor) -> _Sequences:
+    """Tokens of one row and one number are a sequence, also if there is padding among them."""
+    tokens = segments.flatten().nonzero().squeeze(1)
+    rows, numbers = tokens // segments.shape[1], segments.flatten()[tokens]
+    starts = (rows.diff() != 0) | (numbers.diff() != 0)
+    ends = torch.tensor([0, len(tokens)], device=segments.device)
+    cu_seqlens = torch.cat([ends[:1], starts.nonzero().squeeze(1) + 1, ends[1:]]).to(torch.int32)
+    return _drop_if_all(tokens, segments), cu_seqlens, int(cu_seqlens.diff().max())
+
+
+def _find_rows(segments: Tensor) -> _Sequences:
+    """Each row is one sequence, maybe an empty one, so that queries and keys have as many."""
+    tokens = segments.flatten().nonzero().squeeze(1)
+    lengths = segments.ne(0).sum(dim=1)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return _drop_if_all(tokens, segments), cu_seqlens, int(lengths.max())
+
+
+def _drop_if_all(tokens: Tensor, segments: Tensor) -> Tensor | None:
+    return None if len(tokens) == segments.numel() else tokens
+
+
+def _run_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, options: dict[str, Any]) -> Tensor:
+    run = getattr(cute_dash, "flash_attn_varlen_func", None)
+    if run is None:
+        raise ValueError(
+            "the batch has padding or packed sequences, which needs flash_attn_varlen_func, and this version of cute-dash has "
+            "none; allowed: sequences as long as the tensor"
+        )
+    tokens_q, tokens_k, *bounds = lengths
+    shape = q.shape
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (batch * seqlen, num_heads, head_dim)
+    if tokens_q is not None:
+        q = q[tokens_q]
+    if tokens_k is not None:
+        k, v = k[tokens_k], v[tokens_k]
+    out: Tensor = run(q, k, v, *bounds, **options)
+    if tokens_q is not None:
+        out = out.new_zeros(shape.numel() // shape[2:].numel(), *shape[2:]).index_copy(0, tokens_q, out)
+    return out.view(shape)

@@ -1,0 +1,362 @@
+"""transformers with attn_implementation="cute_dash", on small models with random weights: against its eager attention."""
+
+import itertools
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers, the extra of that name, is not installed")
+
+from transformers import masking_utils  # noqa: E402
+
+import cute_dash  # noqa: E402
+from cute_dash import flash_attn_func  # noqa: E402
+from cute_dash.integrations import transformers as integration  # noqa: E402
+from cute_dash.interface import last_schedule  # noqa: E402
+from cute_dash.testing import assert_bitwise_equal  # noqa: E402
+
+VOCABULARY, SEQLEN = 50, 150
+SMALL = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=512,
+    use_cache=False,
+)
+MODELS = pytest.mark.parametrize("family", ["llama", "qwen2"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    integration.register()
+
+
+@pytest.fixture
+def varlen(monkeypatch):
+    """`flash_attn_varlen_func`; where there is none yet, a loop over the sequences in its place."""
+
+    def loop(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+        sequences = []
+        bounds = (itertools.pairwise(cu_seqlens.tolist()) for cu_seqlens in (cu_seqlens_q, cu_seqlens_k))
+        for (q_start, q_end), (k_start, k_end) in zip(*bounds, strict=True):
+            assert q_end - q_start <= max_seqlen_q and k_end - k_start <= max_seqlen_k
+            if q_start < q_end:
+                parts = q[None, q_start:q_end], k[None, k_start:k_end], v[None, k_start:k_end]
+                sequences.append(flash_attn_func(*parts, **options)[0])
+        return torch.cat(sequences)
+
+    if not hasattr(cute_dash, "flash_attn_varlen_func"):
+        monkeypatch.setattr(cute_dash, "flash_attn_varlen_func", loop, raising=False)
+
+
+def make_model(family, implementation="cute_dash", dtype=torch.float32, **changes):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{**SMALL, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
+
+
+def make_tokens(batch=2, seqlen=SEQLEN):
+    return torch.randint(VOCABULARY, (batch, seqlen), generator=torch.Generator().manual_seed(1))
+
+
+def run(model, **inputs):
+    """Logits, and the gradients of a loss over the tokens that are no padding."""
+    logits = model(**inputs).logits
+    mask = inputs.get("attention_mask")
+    real = torch.ones_like(inputs["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+    (logits[real].square().sum() / 1000).backward()
+    return logits.detach()[real], [p.grad for p in model.parameters()]
+
+
+def assert_as_eager(family, changes=None, **inputs):
+    changes = changes or {}
+    logits, grads = run(make_model(family, **changes), **inputs)
+    expected_logits, expected_grads = run(make_model(family, "eager", **changes), **inputs)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+    for grad, expected in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-4)
+
+
+@MODELS
+def test_logits_and_gradients_are_those_of_eager_attention(family):
+    assert_as_eager(family, input_ids=make_tokens())
+
+
+@pytest.mark.usefixtures("grouped_queries")
+@MODELS
+def test_grouped_queries(family):
+    assert_as_eager(family, dict(num_key_value_heads=1), input_ids=make_tokens())
+
+
+def train(family, steps=3):
+    model = make_model(family, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        tokens = make_tokens()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [p.detach() for p in model.parameters()]
+
+
+@MODELS
+def test_training_twice_gives_the_same_bits(family):
+    losses, weights = train(family)
+    losses_again, weights_again = train(family)
+    assert losses == losses_again and losses[-1] < losses[0]
+    for i, (a, b) in enumerate(zip(weights, weights_again, strict=True)):
+        assert_bitwise_equal(a, b, f"parameter {i}")
+    assert last_schedule().requested == "auto"
+
+
+def test_compiled_and_checkpointed_models_have_the_same_bits():
+    tokens = make_tokens()
+    logits, grads = run(make_model("llama", num_hidden_layers=1), input_ids=tokens)
+    checkpointed = make_model("llama", num_hidden_layers=1).train()
+    checkpointed.activation_checkpointing_enable()
+    for model in (checkpointed, torch.compile(make_model("llama", num_hidden_layers=1), backend="eager")):
+        again, grads_again = run(model, input_ids=tokens)
+        assert_bitwise_equal(logits, again, "logits")
+        for i, (a, b) in enumerate(zip(grads, grads_again, strict=True)):
+            assert_bitwise_equal(a, b, f"gradient {i}")
+
+
+def test_a_schedule_has_a_name_of_its_own():
+    integration.register("cute_dash_descending", schedule="descending")
+    run(make_model("llama", "cute_dash_descending"), input_ids=make_tokens())
+    assert last_schedule().name == "descending"
+    run(make_model("llama"), input_ids=make_tokens())
+    assert last_schedule().requested == "auto"
+
+
+def test_generation_with_a_cache():
+    model, eager = make_model("llama"), make_model("llama", "eager")
+    tokens = make_tokens(seqlen=20)
+    options = dict(max_new_tokens=8, do_sample=False, use_cache=True, attention_mask=torch.ones_like(tokens))
+    assert torch.equal(model.generate(tokens, **options), eager.generate(tokens, **options))
+
+
+def test_a_config_makes_a_decoder_bidirectional():
+    tokens = make_tokens()
+    changed = tokens.clone()
+    changed[:, -1] = (tokens[:, -1] + 1) % VOCABULARY
+    for is_causal in (True, False):
+        model = make_model("llama", is_causal=is_causal)
+        with torch.no_grad():
+            assert torch.equal(model(tokens).logits[:, 0], model(changed).logits[:, 0]) is is_causal
+    assert_as_eager("llama", dict(is_causal=False), input_ids=tokens)
+
+
+# Sliding windows
+
+
+def test_a_window_as_long_as_the_sequence_is_none():
+    changes = dict(use_sliding_window=True, sliding_window=SEQLEN, max_window_layers=1)
+    assert_as_eager("qwen2", changes, input_ids=make_tokens())
+
+
+@pytest.mark.usefixtures("windows")
+def test_sliding_window():
+    """The second layer has a window, the first one does not."""
+    changes = dict(use_sliding_window=True, sliding_window=40, max_window_layers=1)
+    assert_as_eager("qwen2", changes, input_ids=make_tokens())
+
+
+def test_window_of_tokens_that_a_query_sees():
+    assert integration._get_window(40, True, 150) == (39, 0)
+    assert integration._get_window(None, False, 150) == (-1, -1)
+    with pytest.raises(ValueError, match="sliding_window=40 without a causal mask"):
+        integration._get_window(40, False, 150)
+
+
+# Padding and packed sequences
+
+
+def make_padding(side, lengths=(150, 100)):
+    mask = torch.zeros(len(lengths), SEQLEN, dtype=torch.int64)
+    for row, length in zip(mask, lengths, strict=True):
+        row[slice(None, length) if side == "right" else slice(SEQLEN - length, None)] = 1
+    return mask
+
+
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(side):
+    assert_as_eager("llama", input_ids=make_tokens(), attention_mask=make_padding(side))
+
+
+@pytest.mark.usefixtures("varlen")
+def test_generation_with_padding():
+    model, eager = make_model("llama"), make_model("llama", "eager")
+    tokens, mask = make_tokens(seqlen=SEQLEN), make_padding("left")
+    options = dict(max_new_tokens=4, do_sample=False, use_cache=True, attention_mask=mask)
+    assert torch.equal(model.generate(tokens, **options), eager.generate(tokens, **options))
+
+
+def test_a_mask_of_ones_is_no_mask():
+    """Also where nothing but full sequences can be run."""
+    assert_as_eager("llama", input_ids=make_tokens(), attention_mask=torch.ones(2, SEQLEN, dtype=torch.int64))
+
+
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_sequences_by_positions(rows):
+    """Three sequences in a row: logits and gradients are those of each alone."""
+    tokens, lengths = make_tokens(batch=rows), (40, 1, 109)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].expand(rows, -1)
+    assert_as_eager("llama", input_ids=tokens, position_ids=positions)
+    model = make_model("llama")
+    packed = model(input_ids=tokens, position_ids=positions).logits
+    alone = torch.cat([model(input_ids=part).logits for part in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("varlen")
+def test_packed_sequences_beside_a_cache_and_by_lengths():
+    """transformers makes no packed mask beside a cache; the positions, or the collator's lengths, say it all the same."""
+    tokens, lengths = make_tokens(batch=1), (40, 110)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    model = make_model("llama")
+    expected = model(input_ids=tokens, position_ids=positions).logits
+    beside_cache = model(input_ids=tokens, position_ids=positions, use_cache=True).logits
+    assert torch.equal(beside_cache, expected)
+    cu_seqlens = torch.tensor([0, 40, 150], dtype=torch.int32)
+    bounds = dict(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=110, max_length_k=110)
+    assert torch.equal(model(input_ids=tokens, position_ids=positions, use_cache=True, **bounds).logits, expected)
+
+
+@pytest.mark.usefixtures("varlen")
+def test_positions_that_change_in_place_are_read_again():
+    tokens, positions = make_tokens(batch=1), torch.arange(SEQLEN)[None]
+    model = make_model("llama")
+    whole = model(input_ids=tokens, position_ids=positions, use_cache=True).logits
+    positions[:, 75:] -= 75
+    packed = model(input_ids=tokens, position_ids=positions, use_cache=True).logits
+    assert not torch.equal(packed[:, 75:], whole[:, 75:])
+    assert torch.equal(packed, model(input_ids=tokens, position_ids=positions.clone()).logits)
+
+
+@pytest.mark.usefixtures("varlen")
+def test_inference_mode():
+    tokens, mask = make_tokens(), make_padding("right")
+    model = make_model("llama")
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, attention_mask=mask).logits
+    assert torch.equal(logits, model(input_ids=tokens, attention_mask=mask).logits)
+
+
+def test_without_varlen_other_lengths_are_refused(monkeypatch):
+    monkeypatch.delattr(cute_dash, "flash_attn_varlen_func", raising=False)
+    monkeypatch.delitem(cute_dash._LAZY, "flash_attn_varlen_func", raising=False)
+    with pytest.raises(ValueError, match="needs flash_attn_varlen_func"):
+        make_model("llama")(input_ids=make_tokens(), attention_mask=make_padding("right"))
+
+
+def test_sequences_of_segments():
+    """Holes do not part a sequence, rows and numbers do; a row of padding is none."""
+    segments = torch.tensor([[1, 0, 1, 2], [0, 0, 0, 0], [2, 2, 2, 2]])
+    tokens, cu_seqlens, longest = integration._find_sequences(segments)
+    assert (tokens.tolist(), cu_seqlens.tolist(), longest) == ([0, 2, 3, 8, 9, 10, 11], [0, 2, 3, 7], 4)
+    tokens, cu_seqlens, longest = integration._find_rows(torch.tensor([[1, 1], [0, 0], [0, 1]]))
+    assert (tokens.tolist(), cu_seqlens.tolist(), longest) == ([0, 1, 5], [0, 2, 2, 3], 2)
+
+
+# What is refused
+
+
+def mask_of(function, **changes):
+    return integration.make_mask(**{**dict(batch_size=1, q_length=4, kv_length=4, mask_function=function), **changes})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k % 2 == 0),
+        masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.zeros(1, 4))),
+        masking_utils.chunked_causal_mask_function(2, torch.zeros(1, dtype=torch.int64)),
+        masking_utils.sliding_window_bidirectional_mask_function(2),
+        masking_utils.and_masks(
+            masking_utils.sliding_window_overlay(2), masking_utils.or_masks(masking_utils.causal_mask_function)
+        ),
+        lambda b, h, q, k: k <= q,
+    ],
+    ids=["overlay", "blocks", "chunks", "bidirectional window", "nested", "unknown"],
+)
+def test_mask_functions_that_are_not_known_are_refused(function):
+    with pytest.raises(ValueError, match="is not supported; allowed: causal"):
+        mask_of(function)
+
+
+def test_mask_functions_that_are_known():
+    ids = torch.tensor([[0, 0, 1, 1]])
+    packed = masking_utils.and_masks(
+        masking_utils.remap_positions_for_packed_sequence(
+            masking_utils.causal_mask_function, torch.tensor([[0, 1, 0, 1]])
+        ),
+        masking_utils.packed_sequence_mask_function(ids),
+    )
+    assert mask_of(packed).tolist() == [[1, 1, 2, 2]]
+    for function in (
+        masking_utils.causal_mask_function,
+        masking_utils.sliding_window_causal_mask_function(3),
+        masking_utils.bidirectional_mask_function,
+    ):
+        assert mask_of(function) is None
+    assert mask_of(
+        masking_utils.causal_mask_function, attention_mask=torch.tensor([[True, True, True, False]])
+    ).tolist() == [[1, 1, 1, 0]]
+
+
+def test_keys_beyond_the_last_query_are_refused():
+    with pytest.raises(ValueError, match=r"keys 0 \.\. 7 for queries 0 \.\. 3; allowed: both end"):
+        mask_of(masking_utils.causal_mask_function, kv_length=8)
+    mask_of(masking_utils.causal_mask_function, kv_length=8, q_offset=torch.tensor(4))
+    mask_of(masking_utils.bidirectional_mask_function, kv_length=8)
+    with pytest.raises(ValueError, match="attention_mask has shape"):
+        mask_of(masking_utils.causal_mask_function, attention_mask=torch.ones(1, 3))
+
+
+def test_a_prepared_mask_is_refused():
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 150, 150\) .*allowed: None, or 2-D"):
+        make_model("llama")(
+            input_ids=make_tokens(), attention_mask=torch.ones(2, 1, SEQLEN, SEQLEN, dtype=torch.bool).tril()
+        )
+
+
+def test_a_static_cache_is_refused():
+    tokens = make_tokens(seqlen=20)
+    with pytest.raises(ValueError, match="not with a StaticCache"):
+        make_model("llama").generate(tokens, max_new_tokens=2, cache_implementation="static", use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(dropout=0.1), "dropout=0.1; allowed: 0"),
+        (dict(output_attentions=True), "output_attentions=True"),
+        (dict(s_aux=torch.zeros(2)), "s_aux is given"),
+        (dict(position_bias=torch.zeros(2)), "position_bias is given"),
+        (dict(attention_mask=torch.ones(1, 4)), "attention_mask has shape .* and dtype torch.float32"),
+        (dict(key=torch.zeros(1, 2, 4, 32)), "k has shape"),
+    ],
+    ids=["dropout", "weights", "sinks", "bias", "float mask", "head dim"],
+)
+def test_bad_calls_raise(changes, message):
+    x = torch.zeros(1, 2, 4, 64)
+    arguments = dict(module=torch.nn.Module(), query=x, key=x, value=x, attention_mask=None)
+    with pytest.raises(ValueError, match=message):
+        integration.attention(**{**arguments, **changes})
+
+
+def test_dropout_of_a_config_is_refused_in_training_only():
+    model = make_model("llama", attention_dropout=0.1)
+    with pytest.raises(ValueError, match="attention_dropout"):
+        model.train()(input_ids=make_tokens())
+    model.eval()(input_ids=make_tokens())
