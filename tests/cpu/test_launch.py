@@ -5,24 +5,35 @@ import contextlib
 import pytest
 import torch
 
-from cute_dash import launch, registry
+from cute_dash import launch, ops, registry, validation
 from cute_dash.config import get_config
 from cute_dash.kernels.workspace import ALIGNMENT, WorkspaceLayout
 from cute_dash.testing import random_inputs
 
 
+@pytest.fixture(params=[False, True], ids=["", "deterministic mode"])
+def deterministic_mode(request):
+    torch.use_deterministic_algorithms(request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_outputs_are_contiguous_and_own_their_memory(dtype):
-    x = launch._empty((2, 3, 5), dtype, torch.device("cpu"))
+def test_outputs_are_contiguous_and_own_their_memory(dtype, deterministic_mode):
+    like = torch.zeros(2, 5, 3, dtype=dtype).transpose(1, 2)
+    x, flat = launch._empty(like), launch._empty(like, 7)
     assert x.shape == (2, 3, 5) and x.dtype == dtype and x.is_contiguous() and x.storage_offset() == 0
     assert x.untyped_storage().nbytes() == 30 * dtype.itemsize
+    assert flat.shape == (7,) and flat.dtype == dtype and flat.untyped_storage().nbytes() == 7 * dtype.itemsize
 
 
-def test_outputs_are_not_filled_in_deterministic_mode():
+@pytest.mark.parametrize("num_elements", [None, 1 << 12])
+def test_outputs_are_not_filled_in_deterministic_mode(num_elements):
     """torch fills what `torch.empty` returns; the kernels write all of it anyway."""
+    like = torch.zeros(1 << 12)
     torch.use_deterministic_algorithms(True)
     try:
-        x = launch._empty((1 << 12,), torch.float32, torch.device("cpu"))
+        x = launch._empty(like, num_elements)
         y = torch.empty(1 << 12)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -52,7 +63,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(launch, "get_backward", get_backward)
     monkeypatch.setattr(launch, "num_sms", lambda device_index: 10)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
     launch._plan.cache_clear()
     yield launched
     launch._plan.cache_clear()
@@ -79,6 +90,79 @@ def test_launch_arguments(name, seqlen, causal, cooperative, num_ctas, launches)
         num_m_blocks = -(-seqlen // config.tile_m)
         assert workspace.numel() == WorkspaceLayout(6, num_m_blocks, config.tile_m, 128).size
         assert rest == (None, None, 0.5, num_ctas)
+
+
+@pytest.fixture
+def cuda_backward(launches, monkeypatch):
+    """The op's CUDA implementation, which takes these CPU tensors for CUDA ones; and what it launched."""
+    monkeypatch.setattr(ops, "_checked", {})
+    return ops._backward_cuda, launches
+
+
+def arguments_of_op(x, causal=False, schedule="auto"):
+    batch, seqlen_q, num_heads, _ = x.q.shape
+    return [x.dout, x.q, x.k, x.v, x.q.clone(), torch.zeros(batch, num_heads, seqlen_q), None, causal, schedule]
+
+
+def test_arguments_that_look_alike_are_checked_once(cuda_backward, monkeypatch):
+    backward, launches = cuda_backward
+    checks = []
+    check = validation.check_backward_tensors
+    monkeypatch.setattr(validation, "check_backward_tensors", lambda *tensors: checks.append(check(*tensors)))
+    for seqlen in (40, 40, 50, 40, 50):
+        arguments = arguments_of_op(random_inputs(1, seqlen, seqlen, 1, 64, dtype=torch.bfloat16))
+        backward(*arguments)
+        assert all(a is b for a, b in zip(launches.pop()[1], arguments[:6], strict=False))
+    assert len(checks) == 2
+
+
+@pytest.mark.parametrize(
+    ("position", "change"),
+    [
+        (0, lambda x: x[:, :, :, :32]),
+        (1, lambda x: x.half()),
+        (2, lambda x: x.to("meta")),
+        (4, lambda x: x[:, 1:]),
+        (5, lambda x: x.double()),
+        (5, lambda x: x[:, :, 1:]),
+        (6, lambda x: -1.0),
+        (8, lambda x: "shfit"),
+    ],
+    ids=["dout's shape", "q's dtype", "k's device", "out's shape", "lse's dtype", "lse's shape", "scale", "schedule"],
+)
+def test_a_good_call_does_not_let_a_bad_one_pass(position, change, cuda_backward):
+    backward, launches = cuda_backward
+    arguments = arguments_of_op(random_inputs(1, 40, 40, 1, 64, dtype=torch.bfloat16))
+    backward(*arguments)
+    arguments[position] = change(arguments[position])
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError)):
+            backward(*arguments)
+    assert len(launches) == 1
+
+
+def test_tensors_that_tma_cannot_read_are_copied_on_every_call(cuda_backward):
+    backward, launches = cuda_backward
+    x = random_inputs(2, 40, 40, 2, 64, dtype=torch.bfloat16)
+    good = arguments_of_op(x)
+    strided, odd = list(good), list(good)
+    strided[1] = x.q.transpose(1, 3).contiguous().transpose(1, 3)
+    odd[2] = torch.cat([x.k.new_zeros(1), x.k.flatten()])[1:].view(x.k.shape)  # metadata of the good one
+    for arguments, position in ((good, None), (strided, 1), (odd, 2)) * 2:
+        backward(*arguments)
+        launched = launches.pop()[1]
+        for i in range(6):
+            assert torch.equal(launched[i], good[i])
+            assert (launched[i] is arguments[i]) == (i != position)
+            assert launched[i].data_ptr() % 16 == 0 and launched[i].is_contiguous()
+
+
+def test_the_memory_of_checked_calls_is_bounded(cuda_backward, monkeypatch):
+    backward, _ = cuda_backward
+    monkeypatch.setattr(ops, "_MAX_CHECKED", 3)
+    for seqlen in range(1, 10):
+        backward(*arguments_of_op(random_inputs(1, seqlen, seqlen, 1, 64, dtype=torch.bfloat16)))
+        assert 1 <= len(ops._checked) <= 3
 
 
 def test_another_shape_or_configuration_is_another_plan(launches):
