@@ -99,6 +99,57 @@ def test_double_backward_raises():
         dq.sum().backward()
 
 
+def test_double_backward_of_the_raw_op_raises():
+    x = inputs(8, 8)
+    q, k, v = leaves(x)
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, return_lse=True)
+    for backward in (
+        lambda: cute_dash.attention_backward(x.dout, q, k, v, out, lse),
+        lambda: torch.ops.cute_dash.attention_backward(x.dout, q, k, v, out, lse, None, False, "auto"),
+    ):
+        dq, _, _ = backward()
+        with pytest.raises(RuntimeError, match="double backward is not supported"):
+            dq.sum().backward()
+
+
+def test_no_gradient_is_recorded_where_none_is_asked_for():
+    x = inputs(8, 8)
+    q, k, v = leaves(x)
+    with torch.no_grad():
+        assert not cute_dash.flash_attn_func(q, k, v).requires_grad
+    assert not cute_dash.flash_attn_func(x.q, x.k, x.v).requires_grad
+    with torch.inference_mode():
+        assert cute_dash.flash_attn_func(x.q, x.k, x.v).is_inference()
+
+
+def test_names_and_schemas_of_the_ops_are_those_that_graphs_are_saved_with():
+    tensors = "Tensor q, Tensor k, Tensor v"
+    options = "float? softmax_scale, bool causal, str schedule"
+    for op, schema in (
+        ("forward", f"({tensors}, {options}) -> (Tensor, Tensor)"),
+        ("backward", f"(Tensor dout, {tensors}, Tensor out, Tensor lse, {options}) -> (Tensor, Tensor, Tensor)"),
+    ):
+        overload = getattr(torch.ops.cute_dash, f"attention_{op}").default
+        assert str(overload._schema) == f"cute_dash::attention_{op}{schema}"
+        assert torch.Tag.pt2_compliant_tag in overload.tags
+
+
+@pytest.mark.parametrize("warn_only", [False, True], ids=["strict", "warn only"])
+def test_torchs_deterministic_mode_changes_nothing(warn_only, recwarn):
+    """Neither an error nor a warning: the op is deterministic anyway."""
+    x = inputs(dtype=torch.bfloat16)
+    expected_leaves, actual_leaves = leaves(x), leaves(x)
+    cute_dash.flash_attn_func(*expected_leaves, causal=True).backward(x.dout)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        cute_dash.flash_attn_func(*actual_leaves, causal=True).backward(x.dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(actual_leaves, expected_leaves, strict=True):
+        assert_bitwise_equal(a.grad, b.grad, "grad")
+    assert not recwarn.list
+
+
 @MASKS
 def test_opcheck_forward(causal):
     x = inputs(40, 150, dtype=torch.bfloat16)
