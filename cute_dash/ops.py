@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from cute_dash import emulator, forward, validation
+from cute_dash import emulator, forward, launch, validation
 from cute_dash.device import on_device
 from cute_dash.schedule import Schedule
 
@@ -153,11 +153,19 @@ def _implement(name: str, dispatch_key: str) -> Callable[[Callable[..., Any]], C
 
 
 def run_op(op: _Op, *arguments: Any) -> Any:
-    """`op(*arguments)`, past its autograd kernel (10 us) if no input asks for a gradient."""
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
+    """`op(*arguments)`, past its autograd kernel (10 us) where no gradient is asked for."""
+    if torch.compiler.is_compiling() or _asks_for_gradient(arguments):
         return op(*arguments)
+    return _run_below_autograd(op, *arguments)
+
+
+def _run_below_autograd(op: _Op, *arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments)
+
+
+def _asks_for_gradient(arguments: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
 
 
 @_define
@@ -220,8 +228,6 @@ def _backward_cuda(
     causal: bool,
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from cute_dash import launch  # needs the DSL, which a machine without a GPU may lack
-
     checked = _check(
         validation.check_backward_tensors, (dout, q, k, v, out, lse), q, k, softmax_scale, causal, schedule
     )
@@ -242,28 +248,54 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.schedule = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse)
-    ctx.mark_non_differentiable(lse)
+class CuteDashAttention(torch.autograd.Function):
+    """The forward op with its derivative, under the name that profilers show; the LSE has none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, schedule: str
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _run_below_autograd(attention_forward, q, k, v, softmax_scale, causal, schedule)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = softmax_scale, causal, schedule
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # else torch fills a dlse of zeros
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * 6
+        q, k, v, out, lse = ctx.saved_tensors
+        return *run_op(attention_backward, dout, q, k, v, out, lse, *ctx.options), None, None, None
 
 
-def _forward_autograd(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    options = ctx.softmax_scale, ctx.causal, ctx.schedule
-    dq, dk, dv = run_op(attention_backward, dout, q, k, v, out, lse, *options)
-    return dq, dk, dv, None, None, None
+class CuteDashAttentionGradients(torch.autograd.Function):
+    """The backward op, which has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = _run_below_autograd(attention_backward, *arguments)
+        return dq, dk, dv
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError("cute_dash::attention_backward has no derivative: double backward is not supported")
 
 
-def _backward_autograd(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-    raise RuntimeError("cute_dash::attention_backward has no derivative: double backward is not supported")
+def _implement_autograd(op: _Op, function: type[torch.autograd.Function]) -> None:
+    """Registers `function` as what an op does where a gradient is asked for."""
+
+    def run(*arguments: Any) -> Any:
+        if _asks_for_gradient(arguments):
+            return function.apply(*arguments)  # type: ignore[no-untyped-call]
+        return _run_below_autograd(op, *arguments)
+
+    _library.impl(op, run, "Autograd")  # type: ignore[no-untyped-call]
 
 
-torch.library.register_autograd(
-    attention_forward, _forward_autograd, setup_context=_setup_forward_context, lib=_library
-)
-torch.library.register_autograd(attention_backward, _backward_autograd, lib=_library)
+_implement_autograd(attention_forward, CuteDashAttention)
+_implement_autograd(attention_backward, CuteDashAttentionGradients)
 
 
 def _aligned(checked: _Checked, *tensors: Tensor) -> Iterable[Tensor]:

@@ -90,6 +90,21 @@ def test_lse_is_not_differentiable():
     assert out.requires_grad and not lse.requires_grad
 
 
+def test_an_undefined_gradient_of_out_is_passed_on():
+    class Dropped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    q, k, v = leaves(inputs(8, 8))
+    Dropped.apply(cute_dash.flash_attn_func(q, k, v)).sum().backward()
+    assert q.grad is k.grad is v.grad is None
+
+
 def test_double_backward_raises():
     x = inputs()
     q, k, v = leaves(x)
