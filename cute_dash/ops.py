@@ -252,22 +252,21 @@ class CuteDashAttention(torch.autograd.Function):
     """The forward op with its derivative, under the name that profilers show; the LSE has none."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, schedule: str
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _run_below_autograd(attention_forward, q, k, v, softmax_scale, causal, schedule)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _run_below_autograd(attention_forward, q, k, v, *options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = softmax_scale, causal, schedule
+        ctx.options = options
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # else torch fills a dlse of zeros
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * 6
-        q, k, v, out, lse = ctx.saved_tensors
-        return *run_op(attention_backward, dout, q, k, v, out, lse, *ctx.options), None, None, None
+        grads: tuple[Tensor | None, ...] = (None, None, None)
+        if dout is not None:
+            q, k, v, out, lse = ctx.saved_tensors
+            grads = run_op(attention_backward, dout, q, k, v, out, lse, *ctx.options)
+        return *grads, *(None for _ in ctx.options)
 
 
 class CuteDashAttentionGradients(torch.autograd.Function):

@@ -21,7 +21,7 @@ import torch.nn.attention
 from torch import Tensor
 from torch.library import Library
 
-from cute_dash import ops
+from cute_dash import interface
 
 IMPLEMENTATION = "cute-dash"
 
@@ -82,7 +82,7 @@ def _forward(
             "package bottom-right; allowed: equal lengths, or call cute_dash.flash_attn_func"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse = ops.run_op(ops.attention_forward, q, k, v, scale, is_causal, "auto")
+    out, lse = interface.flash_attn_func(q, k, v, scale, is_causal, return_lse=True)
     rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return (
         _in_layout_of(query, out),
@@ -117,7 +117,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """What `aten::_scaled_dot_product_flash_attention_backward` returns; `_forward` has refused what cannot be had."""
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    grads = ops.run_op(ops.attention_backward, dout, q, k, v, o, logsumexp, scale, is_causal, "auto")
+    grads = interface.attention_backward(dout, q, k, v, o, logsumexp, scale, is_causal)
     return tuple(_in_layout_of(x, grad) for x, grad in zip((query, key, value), grads, strict=True))
 
 
