@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from cute_dash import launch, ops, registry, validation
+from cute_dash import attention_backward, launch, ops, registry, validation
 from cute_dash.config import get_config
 from cute_dash.kernels.workspace import ALIGNMENT, WorkspaceLayout
 from cute_dash.testing import random_inputs
@@ -93,75 +93,72 @@ def test_launch_arguments(name, seqlen, causal, cooperative, num_ctas, launches)
 
 
 @pytest.fixture
-def cuda_backward(launches, monkeypatch):
-    """The op's CUDA implementation, which takes these CPU tensors for CUDA ones; and what it launched."""
+def launches_of_op(launches, monkeypatch):
+    """What `attention_backward` launches, whose CUDA implementation takes these CPU tensors for CUDA ones."""
     monkeypatch.setattr(ops, "_checked", {})
-    return ops._backward_cuda, launches
+    monkeypatch.setattr(ops, "run_op", lambda op, *arguments: ops._backward_cuda(*arguments))
+    return launches
 
 
-def arguments_of_op(x, causal=False, schedule="auto"):
-    batch, seqlen_q, num_heads, _ = x.q.shape
-    return [x.dout, x.q, x.k, x.v, x.q.clone(), torch.zeros(batch, num_heads, seqlen_q), None, causal, schedule]
+def make_arguments(seqlen, batch=1, num_heads=1):
+    x = random_inputs(batch, seqlen, seqlen, num_heads, 64, dtype=torch.bfloat16)
+    lse = torch.zeros(batch, num_heads, seqlen)
+    return dict(dout=x.dout, q=x.q, k=x.k, v=x.v, out=x.q.clone(), lse=lse)
 
 
-def test_arguments_that_look_alike_are_checked_once(cuda_backward, monkeypatch):
-    backward, launches = cuda_backward
+def test_arguments_that_look_alike_are_checked_once(launches_of_op, monkeypatch):
     checks = []
     check = validation.check_backward_tensors
     monkeypatch.setattr(validation, "check_backward_tensors", lambda *tensors: checks.append(check(*tensors)))
     for seqlen in (40, 40, 50, 40, 50):
-        arguments = arguments_of_op(random_inputs(1, seqlen, seqlen, 1, 64, dtype=torch.bfloat16))
-        backward(*arguments)
-        assert all(a is b for a, b in zip(launches.pop()[1], arguments[:6], strict=False))
+        arguments = make_arguments(seqlen)
+        attention_backward(**arguments)
+        assert all(a is b for a, b in zip(launches_of_op.pop()[1], arguments.values(), strict=False))
     assert len(checks) == 2
 
 
 @pytest.mark.parametrize(
-    ("position", "change"),
+    ("name", "change"),
     [
-        (0, lambda x: x[:, :, :, :32]),
-        (1, lambda x: x.half()),
-        (2, lambda x: x.to("meta")),
-        (4, lambda x: x[:, 1:]),
-        (5, lambda x: x.double()),
-        (5, lambda x: x[:, :, 1:]),
-        (6, lambda x: -1.0),
-        (8, lambda x: "shfit"),
+        ("dout", lambda x: x[:, :, :, :32]),
+        ("q", lambda x: x.half()),
+        ("k", lambda x: x.to("meta")),
+        ("out", lambda x: x[:, 1:]),
+        ("lse", lambda x: x.double()),
+        ("lse", lambda x: x[:, :, 1:]),
+        ("softmax_scale", lambda _: -1.0),
+        ("schedule", lambda _: "shfit"),
     ],
     ids=["dout's shape", "q's dtype", "k's device", "out's shape", "lse's dtype", "lse's shape", "scale", "schedule"],
 )
-def test_a_good_call_does_not_let_a_bad_one_pass(position, change, cuda_backward):
-    backward, launches = cuda_backward
-    arguments = arguments_of_op(random_inputs(1, 40, 40, 1, 64, dtype=torch.bfloat16))
-    backward(*arguments)
-    arguments[position] = change(arguments[position])
+def test_a_good_call_does_not_let_a_bad_one_pass(name, change, launches_of_op):
+    arguments = make_arguments(40)
+    attention_backward(**arguments)
+    arguments[name] = change(arguments.get(name))
     for _ in range(2):
         with pytest.raises((TypeError, ValueError)):
-            backward(*arguments)
-    assert len(launches) == 1
+            attention_backward(**arguments)
+    assert len(launches_of_op) == 1
 
 
-def test_tensors_that_tma_cannot_read_are_copied_on_every_call(cuda_backward):
-    backward, launches = cuda_backward
-    x = random_inputs(2, 40, 40, 2, 64, dtype=torch.bfloat16)
-    good = arguments_of_op(x)
-    strided, odd = list(good), list(good)
-    strided[1] = x.q.transpose(1, 3).contiguous().transpose(1, 3)
-    odd[2] = torch.cat([x.k.new_zeros(1), x.k.flatten()])[1:].view(x.k.shape)  # metadata of the good one
-    for arguments, position in ((good, None), (strided, 1), (odd, 2)) * 2:
-        backward(*arguments)
-        launched = launches.pop()[1]
-        for i in range(6):
-            assert torch.equal(launched[i], good[i])
-            assert (launched[i] is arguments[i]) == (i != position)
-            assert launched[i].data_ptr() % 16 == 0 and launched[i].is_contiguous()
+def test_tensors_that_tma_cannot_read_are_copied_on_every_call(launches_of_op):
+    good = make_arguments(40, batch=2, num_heads=2)
+    q, k = good["q"], good["k"]
+    strided = good | dict(q=q.transpose(1, 3).contiguous().transpose(1, 3))
+    # of the same metadata as the good one
+    odd = good | dict(k=torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape))
+    for arguments, copied in ((good, None), (strided, "q"), (odd, "k")) * 2:
+        attention_backward(**arguments)
+        for name, launched in zip(arguments, launches_of_op.pop()[1], strict=False):
+            assert torch.equal(launched, good[name])
+            assert (launched is arguments[name]) == (name != copied)
+            assert launched.data_ptr() % 16 == 0 and launched.is_contiguous()
 
 
-def test_the_memory_of_checked_calls_is_bounded(cuda_backward, monkeypatch):
-    backward, _ = cuda_backward
+def test_the_memory_of_checked_calls_is_bounded(launches_of_op, monkeypatch):
     monkeypatch.setattr(ops, "_MAX_CHECKED", 3)
     for seqlen in range(1, 10):
-        backward(*arguments_of_op(random_inputs(1, seqlen, seqlen, 1, 64, dtype=torch.bfloat16)))
+        attention_backward(**make_arguments(seqlen))
         assert 1 <= len(ops._checked) <= 3
 
 

@@ -144,9 +144,9 @@ def count_calls(monkeypatch):
     counts = {"forward": 0, "backward": 0}
 
     def counted(name, function):
-        def call(*arguments):
+        def call(*arguments, **options):
             counts[name] += 1
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return call
 
