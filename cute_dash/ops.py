@@ -165,7 +165,7 @@ def _run_below_autograd(op: _Op, *arguments: Any) -> Any:
 
 
 def _asks_for_gradient(arguments: Iterable[Any]) -> bool:
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
 @_define
