@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cute_dash import emulator, forward, launch, validation
+from cute_dash.check import check_value_object
 from cute_dash.device import on_device
 from cute_dash.schedule import Schedule
 
@@ -69,6 +70,8 @@ def spec_of(schedule: "str | Schedule") -> str:
         raise TypeError(f"{schedule=} is a {type(schedule).__name__}; allowed: a name, 'module:ATTR' or a Schedule")
     cls = type(schedule)
     handle = f"{cls.__module__}.{cls.__qualname__}@{sorted(vars(schedule).items())}"
+    if _schedules.get(handle) is not schedule:
+        check_value_object(schedule)  # before its hash is asked for
     _schedules[handle] = schedule  # the newest, where a class was defined anew under the same name, as in a notebook
     return handle
 

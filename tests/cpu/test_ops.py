@@ -2,7 +2,7 @@
 
 import math
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -296,6 +296,15 @@ def test_equal_objects_share_a_handle_and_unequal_ones_do_not():
     assert ops.spec_of(one) == ops.spec_of(replace(one))
     assert ops.spec_of(one) != ops.spec_of(other)
     assert ops.spec_of("baseline") == "baseline"
+
+
+def test_a_schedule_object_without_a_hash_is_named():
+    @dataclass(frozen=True)
+    class Listed(LongestFirst):
+        order: list = field(default_factory=list)
+
+    with pytest.raises(ValueError, match="Listed.* is not hashable"):
+        schedule_that_ran(Listed())
 
 
 def test_the_record_is_seen_from_other_threads():
