@@ -288,6 +288,7 @@ class CuteDashAttentionGradients(torch.autograd.Function):
 def _implement_autograd(op: _Op, function: type[torch.autograd.Function]) -> None:
     """Registers `function` as what an op does where a gradient is asked for."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(*arguments: Any) -> Any:
         if _asks_for_gradient(arguments):
             return function.apply(*arguments)  # type: ignore[no-untyped-call]

@@ -86,6 +86,21 @@ def test_lengths_that_change_on_every_call_compile_twice():
     assert counter.frame_count == 2
 
 
+def test_a_step_with_graph_breaks_around_the_op_keeps_the_bits():
+    """The op and its backward then run outside of graphs, while the compiler watches the frames that Python enters."""
+
+    def step(q, k, v, dout):
+        for _ in range(2):
+            torch._dynamo.graph_break()  # in a loop: the whole frame is left to Python
+            out = block(q, k, v, causal=True)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    leaves, dout = inputs(40)
+    compiled = torch.compile(step, backend="aot_eager")
+    for _ in range(3):
+        assert_same_bits(compiled(*leaves, dout), step(*leaves, dout))
+
+
 class Graphs:
     """A backend that keeps the forward and the backward graph that it is given."""
 
