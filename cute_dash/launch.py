@@ -7,6 +7,7 @@ the debug calls.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from cute_dash.kernels.workspace import WorkspaceLayout
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule
 
+_fill_settings: Any = torch.utils.deterministic  # a module with a property, of which its types do not tell
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -132,7 +134,7 @@ def _empty(like: torch.Tensor, num_elements: int | None = None) -> torch.Tensor:
     Under `torch.use_deterministic_algorithms` torch fills new tensors with NaN. The kernels write every element, so that
     would only cost its bandwidth; a tensor made of a storage is not filled, but takes the host 3 us longer.
     """
-    if torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() and _fill_settings.fill_uninitialized_memory:
         shape = like.shape if num_elements is None else (num_elements,)
         num_bytes = math.prod(shape) * like.itemsize
         storage = torch.UntypedStorage(num_bytes, device=like.device)  # type: ignore[no-untyped-call]

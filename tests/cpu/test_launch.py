@@ -41,6 +41,18 @@ def test_outputs_are_not_filled_in_deterministic_mode(num_elements):
     assert not x.isnan().all()
 
 
+def test_outputs_are_plain_tensors_where_torch_fills_none(monkeypatch):
+    monkeypatch.setattr(torch, "UntypedStorage", lambda *_, **__: pytest.fail("a storage was made"))
+    launch._empty(torch.zeros(3))
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        launch._empty(torch.zeros(3))
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("extents", [(1, 1, 64, 128), (3, 5, 80, 128), (512, 7, 128, 64)], ids=str)
 def test_workspace_parts_are_aligned_and_do_not_overlap(extents):
     num_streams, num_m_blocks, tile_m, head_dim = extents
