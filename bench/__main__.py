@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m bench") -> in
                 return report_from(args)
         if args.dry_run:
             return _dry_run(args)
+        if args.host:
+            return _host()
         run = _set_up(args, argv, started_s)
     except NothingRecorded as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -122,6 +124,21 @@ def _dry_run(args: argparse.Namespace) -> int:
     for peer in peers:
         if peer.missing():
             print(f"not installed: {peer.name} ({peer.missing()})")
+    return 0
+
+
+def _host() -> int:
+    """Prints what a call costs the host."""
+    from cute_dash.testing import why_no_hopper
+
+    if reason := why_no_hopper():
+        raise ValueError(f"timing needs a Hopper GPU: {reason}")
+
+    import torch
+
+    from bench.host import format_times, make_calls, time_host
+
+    print(format_times(time_host(make_calls(), torch.cuda.synchronize)))
     return 0
 
 
@@ -242,6 +259,7 @@ def _add_what(group: Any) -> None:
         metavar="NAME=VALUE[,...]",
         help="also time our schedules with these fields of BwdConfig changed; may be repeated",
     )
+    group.add_argument("--host", action="store_true", help="instead: what a call costs the host, in us")
     group.add_argument("--dry-run", action="store_true", help="print what would be timed, and stop")
 
 

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "flash_attn_func": "cute_dash.interface",
     "attention_backward": "cute_dash.interface",
+    "register_sdpa": "cute_dash.sdpa",
     "ProblemShape": "cute_dash.problem",
     "WorkTile": "cute_dash.schedule",
     "Schedule": "cute_dash.schedule",

@@ -49,7 +49,7 @@ def flash_attn_func(
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
     window, spec = _check_options({"q": q, "k": k, "v": v}, softmax_scale, causal, window_size, softcap, schedule)
-    out, lse = ops.attention_forward(q, k, v, softmax_scale, causal, *window, spec)
+    out, lse = ops.run_op(ops.attention_forward, q, k, v, softmax_scale, causal, *window, spec)
     return (out, lse) if return_lse else out
 
 
@@ -83,7 +83,7 @@ def attention_backward(
     """
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
-    dq, dk, dv = ops.attention_backward(dout, q, k, v, out, lse, softmax_scale, causal, *window, spec)
+    dq, dk, dv = ops.run_op(ops.attention_backward, dout, q, k, v, out, lse, softmax_scale, causal, *window, spec)
     return dq, dk, dv
 
 

@@ -7,16 +7,18 @@ the debug calls.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from cute_dash.compile import CompiledBackward, CompileKey, get_backward
 from cute_dash.config import BwdConfig, get_config
-from cute_dash.device import num_sms
+from cute_dash.device import num_sms, on_device
 from cute_dash.kernels.workspace import WorkspaceLayout
 from cute_dash.problem import ProblemShape, Window, normalize_mask
 from cute_dash.schedule import Schedule
 
+_fill_settings: Any = torch.utils.deterministic  # a module with a property, of which its types do not tell
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -134,13 +136,20 @@ def _plan(
     return _Plan(get_backward(key), layout.size, min(num_sms(device_index), shape.num_work_tiles))
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`torch.empty` without the NaN that `torch.use_deterministic_algorithms` fills it with.
+def _empty(like: torch.Tensor, num_elements: int | None = None) -> torch.Tensor:
+    """An uninitialised contiguous tensor: in the shape of another one, or flat with `num_elements`.
 
-    The kernels write every element, so the fill would only cost its bandwidth.
+    Under `torch.use_deterministic_algorithms` torch fills new tensors with NaN. The kernels write every element, so that
+    would only cost its bandwidth; a tensor made of a storage is not filled, but takes the host 3 us longer.
     """
-    storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device=device)  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+    if torch.are_deterministic_algorithms_enabled() and _fill_settings.fill_uninitialized_memory:
+        shape = like.shape if num_elements is None else (num_elements,)
+        num_bytes = math.prod(shape) * like.itemsize
+        storage = torch.UntypedStorage(num_bytes, device=like.device)  # type: ignore[no-untyped-call]
+        return like.new_empty(0).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+    if num_elements is None:
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    return like.new_empty(num_elements)
 
 
 def _launch(
@@ -152,12 +161,12 @@ def _launch(
     record: torch.Tensor | None,
     stuck: torch.Tensor | None,
 ) -> Gradients:
-    _, q, k, v, _, _ = inputs
+    _, q, k, v, _, lse = inputs
     debug = record is not None
     plan = _plan(config, window, schedule, q.shape, k.shape[1], q.dtype, q.device.index, debug)  # type: ignore[arg-type]
-    with torch.cuda.device(q.device):
-        dq, dk, dv = (_empty(x.shape, x.dtype, x.device) for x in (q, k, v))
-        workspace = _empty((plan.workspace_elements,), torch.float32, q.device)
-        window_sides = window or (0, 0)  # which a kernel without a window does not read
+    dq, dk, dv = (_empty(x) for x in (q, k, v))
+    workspace = _empty(lse, plan.workspace_elements)
+    window_sides = window or (0, 0)  # which a kernel without a window does not read
+    with on_device(q.device):
         plan.kernel(*inputs, dq, dk, dv, workspace, record, stuck, softmax_scale, *window_sides, plan.num_ctas)
     return dq, dk, dv

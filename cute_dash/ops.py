@@ -4,16 +4,28 @@ Functional ops with CPU (emulator), CUDA (libraries' forward, this package's bac
 registrations. Every implementation validates before it launches anything, so the raw ops are as safe as the functions
 in `cute_dash.interface`. An op's schema has no place for a Python object: a schedule travels as a string, see `spec_of`,
 and a window as the two ints window_left and window_right, -1 for no limit.
+
+Short attention calls are bound by what the host does for each, so that is kept small: the ops are defined with
+`torch.library.Library` (`custom_op` wraps each implementation in further checks), arguments that look like those of an
+earlier call are not checked again, and `run_op` leaves autograd out where no gradient is asked for.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from cute_dash import emulator, forward, validation
+from cute_dash import emulator, forward, launch, validation
+from cute_dash.check import check_value_object
+from cute_dash.device import on_device
 from cute_dash.schedule import Schedule
+
+_Op: TypeAlias = "torch._ops.OpOverload[..., Any]"
+_ALIGNMENT = 16  # bytes, of what TMA reads
+_MAX_CHECKED = 4096
 
 
 class ScheduleRecord(NamedTuple):
@@ -59,28 +71,110 @@ def spec_of(schedule: "str | Schedule") -> str:
         raise TypeError(f"{schedule=} is a {type(schedule).__name__}; allowed: a name, 'module:ATTR' or a Schedule")
     cls = type(schedule)
     handle = f"{cls.__module__}.{cls.__qualname__}@{sorted(vars(schedule).items())}"
+    if _schedules.get(handle) is not schedule:
+        check_value_object(schedule)  # before its hash is asked for
     _schedules[handle] = schedule  # the newest, where a class was defined anew under the same name, as in a notebook
     return handle
 
 
-def _check_options(
-    q: Tensor, k: Tensor, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], schedule: str
-) -> tuple[float, Schedule]:
-    """The softmax scale and the concrete schedule, once the tensors are known to be good."""
+class _Checked(NamedTuple):
+    """What the options of a call come to, once everything has been checked.
+
+    Attributes:
+        strides_fit: the strides of all tensors but the LSE are such as TMA can read.
+    """
+
+    softmax_scale: float
+    record: ScheduleRecord
+    strides_fit: bool
+
+
+_checked: dict[tuple[Any, ...], _Checked] = {}
+_get_metadata = attrgetter("shape", "dtype", "device")
+
+
+def _check(
+    check_tensors: Callable[..., None],
+    tensors: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    schedule: str,
+) -> _Checked:
+    """Checks the arguments of an op, unless arguments of the same metadata and options have passed before.
+
+    Args:
+        check_tensors: takes `tensors`.
+        tensors: all of the op, a LSE last.
+    """
+    spec = _schedules.get(schedule, schedule)
+    key = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), softmax_scale, causal, window_size, spec)
+    known = _checked.get(key)
+    if known is not None:
+        return known
+    check_tensors(*tensors)
     validation.check_device(q.device)
     validation.check_scale(softmax_scale)
     window_size = validation.check_window_size(window_size)
-    if softmax_scale is None:
-        softmax_scale = 1.0 / math.sqrt(q.shape[-1])
-    return softmax_scale, validation.resolve_schedule(_schedules.get(schedule, schedule), q, k, causal, window_size)
+    concrete = validation.resolve_schedule(spec, q, k, causal, window_size)
+    checked = _Checked(
+        1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
+        ScheduleRecord(schedule, concrete.name, concrete.version, concrete),
+        all(_strides_fit(x) for x in tensors[:5]),
+    )
+    if len(_checked) >= _MAX_CHECKED:  # of a training run with ever new lengths
+        _checked.clear()
+    _checked[key] = checked
+    return checked
 
 
-def _record(requested: str, schedule: Schedule) -> None:
+def _record(record: ScheduleRecord) -> None:
     global _last_record
-    _last_record = ScheduleRecord(requested, schedule.name, schedule.version, schedule)
+    _last_record = record
 
 
-@torch.library.custom_op("cute_dash::attention_forward", mutates_args=(), device_types="cpu")
+_library = torch.library.Library("cute_dash", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _define(cpu: Callable[..., Any]) -> _Op:
+    """Defines an op with the name and the signature of its CPU implementation."""
+    name = cpu.__name__
+    schema = name + torch.library.infer_schema(cpu, mutates_args=())
+    _library.define(schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+    _implement(name, "CPU")(cpu)
+    op: _Op = getattr(torch.ops.cute_dash, name).default
+    return op
+
+
+def _implement(name: str, dispatch_key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function as an op's implementation, which torch.compile must not look into."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _library.impl(name, torch.compiler.disable(function), dispatch_key)  # type: ignore[no-untyped-call]
+        return function
+
+    return register
+
+
+def run_op(op: _Op, *arguments: Any) -> Any:
+    """`op(*arguments)`, past its autograd kernel (10 us) where no gradient is asked for."""
+    if torch.compiler.is_compiling() or _asks_for_gradient(arguments):
+        return op(*arguments)
+    return _run_below_autograd(op, *arguments)
+
+
+def _run_below_autograd(op: _Op, *arguments: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+def _asks_for_gradient(arguments: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+@_define
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -92,14 +186,13 @@ def attention_forward(
     schedule: str,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, num_heads, head_dim) and LSE (batch, num_heads, seqlen_q); `schedule` is the backward's."""
-    validation.check_qkv(q, k, v)
     window_size = window_left, window_right
-    scale, _ = _check_options(q, k, softmax_scale, causal, window_size, schedule)
-    return emulator.forward(q, k, v, scale, causal, window_size)
+    checked = _check(validation.check_qkv, (q, k, v), q, k, softmax_scale, causal, window_size, schedule)
+    return emulator.forward(q, k, v, checked.softmax_scale, causal, window_size)
 
 
-@attention_forward.register_kernel("cuda")
-def _(
+@_implement("attention_forward", "CUDA")
+def _forward_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -109,21 +202,21 @@ def _(
     window_right: int,
     schedule: str,
 ) -> tuple[Tensor, Tensor]:
-    validation.check_qkv(q, k, v)
     window_size = window_left, window_right
-    scale, _ = _check_options(q, k, softmax_scale, causal, window_size, schedule)
-    with torch.cuda.device(q.device):
-        return forward.forward(aligned(q), aligned(k), aligned(v), scale, causal, window_size)
+    checked = _check(validation.check_qkv, (q, k, v), q, k, softmax_scale, causal, window_size, schedule)
+    q, k, v = _aligned(checked, q, k, v)
+    with on_device(q.device):
+        return forward.forward(q, k, v, checked.softmax_scale, causal, window_size)
 
 
-@attention_forward.register_fake
+@torch.library.register_fake(attention_forward, lib=_library)  # type: ignore[untyped-decorator]
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     validation.check_qkv(q, k, v)
     batch, seqlen_q, num_heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32)
 
 
-@torch.library.custom_op("cute_dash::attention_backward", mutates_args=(), device_types="cpu")
+@_define
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -138,16 +231,18 @@ def attention_backward(
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtype of q, k, v, contiguous."""
-    validation.check_backward_tensors(dout, q, k, v, out, lse)
     window_size = window_left, window_right
-    scale, concrete = _check_options(q, k, softmax_scale, causal, window_size, schedule)
-    grads = emulator.backward(dout, q, k, v, out, lse, scale, causal, concrete, window_size=window_size)
-    _record(schedule, concrete)
+    checked = _check(
+        validation.check_backward_tensors, (dout, q, k, v, out, lse), q, k, softmax_scale, causal, window_size, schedule
+    )
+    scale, record, _ = checked
+    grads = emulator.backward(dout, q, k, v, out, lse, scale, causal, record.schedule, window_size=window_size)
+    _record(record)
     return grads
 
 
-@attention_backward.register_kernel("cuda")
-def _(
+@_implement("attention_backward", "CUDA")
+def _backward_cuda(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -160,21 +255,20 @@ def _(
     window_right: int,
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from cute_dash import launch  # needs the DSL, which a machine without a GPU may lack
-
-    validation.check_backward_tensors(dout, q, k, v, out, lse)
     window_size = window_left, window_right
-    scale, concrete = _check_options(q, k, softmax_scale, causal, window_size, schedule)
-    dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
-    with torch.cuda.device(q.device):
-        grads: tuple[Tensor, Tensor, Tensor] = launch.backward(
-            dout, q, k, v, out, lse.contiguous(), scale, causal, concrete, window_size=window_size
-        )
-    _record(schedule, concrete)
+    checked = _check(
+        validation.check_backward_tensors, (dout, q, k, v, out, lse), q, k, softmax_scale, causal, window_size, schedule
+    )
+    scale, record, _ = checked
+    dout, q, k, v, out = _aligned(checked, dout, q, k, v, out)
+    grads: tuple[Tensor, Tensor, Tensor] = launch.backward(
+        dout, q, k, v, out, lse.contiguous(), scale, causal, record.schedule, window_size=window_size
+    )
+    _record(record)
     return grads
 
 
-@attention_backward.register_fake
+@torch.library.register_fake(attention_backward, lib=_library)  # type: ignore[untyped-decorator]
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,25 +276,61 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.options = inputs  # softmax_scale, causal, window_left, window_right, schedule
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse)
-    ctx.mark_non_differentiable(lse)
+class CuteDashAttention(torch.autograd.Function):
+    """The forward op with its derivative, under the name that profilers show; the LSE has none."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _run_below_autograd(attention_forward, q, k, v, *options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # else torch fills a dlse of zeros
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
+        grads: tuple[Tensor | None, ...] = (None, None, None)
+        if dout is not None:
+            q, k, v, out, lse = ctx.saved_tensors
+            grads = run_op(attention_backward, dout, q, k, v, out, lse, *ctx.options)
+        return *grads, *(None for _ in ctx.options)
 
 
-def _forward_autograd(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    dq, dk, dv = attention_backward(dout, q, k, v, out, lse, *ctx.options)
-    return dq, dk, dv, *(None for _ in ctx.options)
+class CuteDashAttentionGradients(torch.autograd.Function):
+    """The backward op, which has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = _run_below_autograd(attention_backward, *arguments)
+        return dq, dk, dv
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError("cute_dash::attention_backward has no derivative: double backward is not supported")
 
 
-def _backward_autograd(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-    raise RuntimeError("cute_dash::attention_backward has no derivative: double backward is not supported")
+def _implement_autograd(op: _Op, function: type[torch.autograd.Function]) -> None:
+    """Registers `function` as what an op does where a gradient is asked for."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(*arguments: Any) -> Any:
+        if _asks_for_gradient(arguments):
+            return function.apply(*arguments)  # type: ignore[no-untyped-call]
+        return _run_below_autograd(op, *arguments)
+
+    _library.impl(op, run, "Autograd")  # type: ignore[no-untyped-call]
 
 
-attention_forward.register_autograd(_forward_autograd, setup_context=_setup_forward_context)
-attention_backward.register_autograd(_backward_autograd)
+_implement_autograd(attention_forward, CuteDashAttention)
+_implement_autograd(attention_backward, CuteDashAttentionGradients)
+
+
+def _aligned(checked: _Checked, *tensors: Tensor) -> Iterable[Tensor]:
+    """The tensors as TMA can read them."""
+    if checked.strides_fit and not any(x.data_ptr() % _ALIGNMENT for x in tensors):
+        return tensors
+    return map(aligned, tensors)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -209,8 +339,11 @@ def aligned(x: Tensor) -> Tensor:
     TMA wants a 16-byte aligned address, a contiguous last dim, and the other strides positive multiples of 16 bytes.
     The copy is a clone: `contiguous` would return a tensor whose only flaw is its address or the stride of an extent 1.
     """
-    *outer, last = x.stride()
-    strides_fit = last == 1 and all(s > 0 and s * x.element_size() % 16 == 0 for s in outer)
-    if strides_fit and x.data_ptr() % 16 == 0:
+    if _strides_fit(x) and x.data_ptr() % _ALIGNMENT == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _strides_fit(x: Tensor) -> bool:
+    *outer, last = x.stride()
+    return last == 1 and all(stride > 0 and stride * x.element_size() % _ALIGNMENT == 0 for stride in outer)

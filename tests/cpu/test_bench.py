@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import bench.__main__ as command
-from bench import implementations, model_vs_measured, report
+from bench import host, implementations, model_vs_measured, report
 from bench.cells import Cell, format_seqlen, list_cells, parse_seqlen, standard_cell
 from bench.device import num_input_sets
 from bench.gate import Verdict, check_candidate
@@ -34,6 +34,7 @@ from bench.runner import Plan, Run, make_record, with_ratios
 from bench.timing import BurstPlan, Timing, order_in_round, time_burst, time_sustained
 from cute_dash import registry
 from cute_dash.config import get_config
+from cute_dash.testing import why_no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -1123,3 +1124,33 @@ def test_a_schedule_that_does_not_load_is_left_out_of_all_and_named(capsys, monk
     captured = capsys.readouterr()
     assert captured.out == "hd64 full 512: cute-dash baseline\n"
     assert "schedules/bad.py: SyntaxError" in captured.err
+
+
+def test_host_times_count_the_calls_and_not_the_synchronization(monkeypatch):
+    now = [0.0]
+
+    def passing(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(host, "perf_counter", lambda: now[0])
+    calls = {"short": lambda: passing(3e-6), "long": lambda: passing(50e-6)}
+    times = host.time_host(calls, synchronize=lambda: passing(1.0))
+    assert times["short"] == host.HostTime(pytest.approx(3), pytest.approx(3))
+    assert times["long"].us == pytest.approx(50)
+    text = host.format_times(times)
+    assert [line.split()[-1] for line in text.splitlines()[1:]] == ["3.0", "50.0"]
+
+
+def test_host_calls_are_calls_of_this_package():
+    """On the CPU, where the emulator answers: all of them run, and the backward ones give the same gradients."""
+    results = {name: call() for name, call in host.make_calls("cpu").items()}
+    for a, b in zip(results["attention_backward"], results["backward by autograd"], strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(results["flash_attn_func"], results["flash_attn_func with gradients"])
+
+
+def test_host_times_need_a_hopper(capsys):
+    if why_no_hopper() is None:
+        pytest.skip("there is one")
+    assert command.main(["--host"]) == 2
+    assert "Hopper" in capsys.readouterr().err

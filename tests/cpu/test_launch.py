@@ -5,29 +5,52 @@ import contextlib
 import pytest
 import torch
 
-from cute_dash import launch, registry
+from cute_dash import attention_backward, launch, ops, registry, validation
 from cute_dash.config import get_config
 from cute_dash.kernels.workspace import ALIGNMENT, WorkspaceLayout
 from cute_dash.testing import random_inputs
 
 
+@pytest.fixture(params=[False, True], ids=["", "deterministic mode"])
+def deterministic_mode(request):
+    torch.use_deterministic_algorithms(request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_outputs_are_contiguous_and_own_their_memory(dtype):
-    x = launch._empty((2, 3, 5), dtype, torch.device("cpu"))
+def test_outputs_are_contiguous_and_own_their_memory(dtype, deterministic_mode):
+    like = torch.zeros(2, 5, 3, dtype=dtype).transpose(1, 2)
+    x, flat = launch._empty(like), launch._empty(like, 7)
     assert x.shape == (2, 3, 5) and x.dtype == dtype and x.is_contiguous() and x.storage_offset() == 0
     assert x.untyped_storage().nbytes() == 30 * dtype.itemsize
+    assert flat.shape == (7,) and flat.dtype == dtype and flat.untyped_storage().nbytes() == 7 * dtype.itemsize
 
 
-def test_outputs_are_not_filled_in_deterministic_mode():
+@pytest.mark.parametrize("num_elements", [None, 1 << 12])
+def test_outputs_are_not_filled_in_deterministic_mode(num_elements):
     """torch fills what `torch.empty` returns; the kernels write all of it anyway."""
+    like = torch.zeros(1 << 12)
     torch.use_deterministic_algorithms(True)
     try:
-        x = launch._empty((1 << 12,), torch.float32, torch.device("cpu"))
+        x = launch._empty(like, num_elements)
         y = torch.empty(1 << 12)
     finally:
         torch.use_deterministic_algorithms(False)
     assert y.isnan().all()
     assert not x.isnan().all()
+
+
+def test_outputs_are_plain_tensors_where_torch_fills_none(monkeypatch):
+    monkeypatch.setattr(torch, "UntypedStorage", lambda *_, **__: pytest.fail("a storage was made"))
+    launch._empty(torch.zeros(3))
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        launch._empty(torch.zeros(3))
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("tiles", [(1, 1), (3, 5), (512, 7)], ids=str)
@@ -54,7 +77,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(launch, "get_backward", get_backward)
     monkeypatch.setattr(launch, "num_sms", lambda device_index: 10)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
     launch._plan.cache_clear()
     yield launched
     launch._plan.cache_clear()
@@ -81,6 +104,76 @@ def test_launch_arguments(name, seqlen, causal, cooperative, num_ctas, launches)
         num_m_blocks = -(-seqlen // config.tile_m)
         assert workspace.numel() == WorkspaceLayout(6, num_m_blocks, config).size
         assert rest == (None, None, 0.5, 0, 0, num_ctas)
+
+
+@pytest.fixture
+def launches_of_op(launches, monkeypatch):
+    """What `attention_backward` launches, whose CUDA implementation takes these CPU tensors for CUDA ones."""
+    monkeypatch.setattr(ops, "_checked", {})
+    monkeypatch.setattr(ops, "run_op", lambda op, *arguments: ops._backward_cuda(*arguments))
+    return launches
+
+
+def make_arguments(seqlen, batch=1, num_heads=1):
+    x = random_inputs(batch, seqlen, seqlen, num_heads, 64, dtype=torch.bfloat16)
+    lse = torch.zeros(batch, num_heads, seqlen)
+    return dict(dout=x.dout, q=x.q, k=x.k, v=x.v, out=x.q.clone(), lse=lse)
+
+
+def test_arguments_that_look_alike_are_checked_once(launches_of_op, monkeypatch):
+    checks = []
+    check = validation.check_backward_tensors
+    monkeypatch.setattr(validation, "check_backward_tensors", lambda *tensors: checks.append(check(*tensors)))
+    for seqlen in (40, 40, 50, 40, 50):
+        arguments = make_arguments(seqlen)
+        attention_backward(**arguments)
+        assert all(a is b for a, b in zip(launches_of_op.pop()[1], arguments.values(), strict=False))
+    assert len(checks) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("dout", lambda x: x[:, :, :, :32]),
+        ("q", lambda x: x.half()),
+        ("k", lambda x: x.to("meta")),
+        ("out", lambda x: x[:, 1:]),
+        ("lse", lambda x: x.double()),
+        ("lse", lambda x: x[:, :, 1:]),
+        ("softmax_scale", lambda _: -1.0),
+        ("schedule", lambda _: "shfit"),
+    ],
+    ids=["dout's shape", "q's dtype", "k's device", "out's shape", "lse's dtype", "lse's shape", "scale", "schedule"],
+)
+def test_a_good_call_does_not_let_a_bad_one_pass(name, change, launches_of_op):
+    arguments = make_arguments(40)
+    attention_backward(**arguments)
+    arguments[name] = change(arguments.get(name))
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError)):
+            attention_backward(**arguments)
+    assert len(launches_of_op) == 1
+
+
+def test_tensors_that_tma_cannot_read_are_copied_on_every_call(launches_of_op):
+    good = make_arguments(40, batch=2, num_heads=2)
+    q, k = good["q"], good["k"]
+    strided = good | dict(q=q.transpose(1, 3).contiguous().transpose(1, 3))
+    # of the same metadata as the good one
+    odd = good | dict(k=torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape))
+    for arguments, copied in ((good, None), (strided, "q"), (odd, "k")) * 2:
+        attention_backward(**arguments)
+        for name, launched in zip(arguments, launches_of_op.pop()[1], strict=False):
+            assert torch.equal(launched, good[name])
+            assert (launched is arguments[name]) == (name != copied)
+            assert launched.data_ptr() % 16 == 0 and launched.is_contiguous()
+
+
+def test_the_memory_of_checked_calls_is_bounded(launches_of_op, monkeypatch):
+    monkeypatch.setattr(ops, "_MAX_CHECKED", 3)
+    for seqlen in range(1, 10):
+        attention_backward(**make_arguments(seqlen))
+        assert 1 <= len(ops._checked) <= 3
 
 
 def test_another_shape_or_configuration_is_another_plan(launches):

@@ -3,7 +3,7 @@
 import itertools
 import math
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -122,6 +122,21 @@ def test_lse_is_not_differentiable():
     assert out.requires_grad and not lse.requires_grad
 
 
+def test_an_undefined_gradient_of_out_is_passed_on():
+    class Dropped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    q, k, v = leaves(inputs(8, 8))
+    Dropped.apply(cute_dash.flash_attn_func(q, k, v)).sum().backward()
+    assert q.grad is k.grad is v.grad is None
+
+
 def test_double_backward_raises():
     x = inputs()
     q, k, v = leaves(x)
@@ -129,6 +144,53 @@ def test_double_backward_raises():
     (dq,) = torch.autograd.grad(out, q, x.dout, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         dq.sum().backward()
+
+
+def test_the_backward_function_has_no_derivative():
+    x = inputs(8, 8)
+    q, k, v = leaves(x)
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, return_lse=True)
+    dq, _, _ = cute_dash.attention_backward(x.dout, q, k, v, out, lse)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        dq.sum().backward()
+
+
+def test_no_gradient_is_recorded_where_none_is_asked_for():
+    x = inputs(8, 8)
+    q, k, v = leaves(x)
+    with torch.no_grad():
+        assert not cute_dash.flash_attn_func(q, k, v).requires_grad
+    assert not cute_dash.flash_attn_func(x.q, x.k, x.v).requires_grad
+    with torch.inference_mode():
+        assert cute_dash.flash_attn_func(x.q, x.k, x.v).is_inference()
+
+
+def test_names_and_schemas_of_the_ops_are_those_that_graphs_are_saved_with():
+    tensors = "Tensor q, Tensor k, Tensor v"
+    options = "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, str schedule"
+    for op, schema in (
+        ("forward", f"({tensors}, {options}) -> (Tensor, Tensor)"),
+        ("backward", f"(Tensor dout, {tensors}, Tensor out, Tensor lse, {options}) -> (Tensor, Tensor, Tensor)"),
+    ):
+        overload = getattr(torch.ops.cute_dash, f"attention_{op}").default
+        assert str(overload._schema) == f"cute_dash::attention_{op}{schema}"
+        assert torch.Tag.pt2_compliant_tag in overload.tags
+
+
+@pytest.mark.parametrize("warn_only", [False, True], ids=["strict", "warn only"])
+def test_torchs_deterministic_mode_changes_nothing(warn_only, recwarn):
+    """Neither an error nor a warning: the op is deterministic anyway."""
+    x = inputs(dtype=torch.bfloat16)
+    expected_leaves, actual_leaves = leaves(x), leaves(x)
+    cute_dash.flash_attn_func(*expected_leaves, causal=True).backward(x.dout)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        cute_dash.flash_attn_func(*actual_leaves, causal=True).backward(x.dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(actual_leaves, expected_leaves, strict=True):
+        assert_bitwise_equal(a.grad, b.grad, "grad")
+    assert not recwarn.list
 
 
 @MASKS
@@ -269,6 +331,15 @@ def test_equal_objects_share_a_handle_and_unequal_ones_do_not():
     assert ops.spec_of(one) == ops.spec_of(replace(one))
     assert ops.spec_of(one) != ops.spec_of(other)
     assert ops.spec_of("baseline") == "baseline"
+
+
+def test_a_schedule_object_without_a_hash_is_named():
+    @dataclass(frozen=True)
+    class Listed(LongestFirst):
+        order: list = field(default_factory=list)
+
+    with pytest.raises(ValueError, match="Listed.* is not hashable"):
+        schedule_that_ran(Listed())
 
 
 def test_the_record_is_seen_from_other_threads():

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from cute_dash import registry
-from cute_dash.testing import assert_bitwise_equal
+from cute_dash import flash_attn_func, registry
+from cute_dash.testing import assert_bitwise_equal, random_inputs
 
 NUM_RUNS = 100
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -157,6 +157,83 @@ def test_cuda_graph_replay(name, causal, make_problem, poison):
         poison()
         graph.replay()
         assert_same_bits(grads, expected)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "shortest_first", "baseline"])
+@MASKS
+def test_cuda_graph_of_forward_and_backward_replays_on_new_data(schedule, causal, make_problem, poison):
+    """A captured training step: every replay has the bits of eager mode on what was copied into its inputs."""
+    problem = make_problem(2, 1024, 1024, 8, 128, causal)
+    q, k, v, dout = (x.clone() for x in problem.inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step():
+        out = flash_attn_func(*leaves, problem.softmax_scale, causal, schedule=schedule)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    side = torch.cuda.Stream()  # torch wants autograd warmed up beside the stream that captures
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    static = [x.detach() for x in (*leaves, dout)]
+    for replay in range(NUM_RUNS):
+        new = random_inputs(2, 1024, 1024, 8, 128, device="cuda", seed=replay + 1)
+        for x, source in zip(static, (new.q, new.k, new.v, new.dout), strict=True):
+            x.copy_(source)
+        for x in captured:
+            x.detach().fill_(float("nan"))
+        if replay % 10 == 0:
+            poison()
+        graph.replay()
+        replayed = [x.detach().clone() for x in captured]
+        expected = [x.detach() for x in step()]
+        assert_bitwise_equal(replayed[0], expected[0], "out")
+        assert_same_bits(replayed[1:], expected[1:])
+
+
+@MASKS
+def test_cuda_graph_trees_of_torch_compile(causal, make_problem):
+    """mode="reduce-overhead" captures the compiled forward and backward on its own."""
+    pytest.importorskip("triton")
+    problem = make_problem(2, 1024, 1024, 8, 128, causal)
+
+    def attention(q, k, v):
+        return flash_attn_func(q, k, v, problem.softmax_scale, causal)
+
+    compiled = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
+    for seed in range(8):  # warm-up, capture, replays
+        x = random_inputs(2, 1024, 1024, 8, 128, device="cuda", seed=seed)
+        leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
+        torch.compiler.cudagraph_mark_step_begin()
+        grads = [g.clone() for g in torch.autograd.grad(compiled(*leaves), leaves, x.dout)]
+        assert_same_bits(grads, torch.autograd.grad(attention(*leaves), leaves, x.dout))
+
+
+@pytest.mark.parametrize("warn_only", [False, True], ids=["strict", "warn only"])
+@pytest.mark.parametrize("seqlen_q", [1000, 1024])
+def test_torchs_deterministic_mode_changes_no_bit(seqlen_q, warn_only, make_problem, recwarn):
+    problem = make_problem(2, seqlen_q, 1024, 4, 128, True)
+    leaves = [x.clone().requires_grad_() for x in problem.inputs[:3]]
+    dout = problem.inputs[3]
+
+    def step():
+        out = flash_attn_func(*leaves, problem.softmax_scale, True)
+        return torch.autograd.grad(out, leaves, dout)
+
+    expected = step()
+    recwarn.clear()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        for _ in range(10):
+            assert_same_bits(step(), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not recwarn.list
 
 
 IN_ANOTHER_PROCESS = """

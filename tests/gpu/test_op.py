@@ -86,6 +86,42 @@ def test_torch_compile_keeps_the_bits(make_problem):
         assert_bitwise_equal(leaf.grad, wanted, name)
 
 
+@pytest.mark.parametrize("deterministic_mode", [False, True], ids=["", "deterministic mode"])
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (128, True), (128, False)], ids=str)
+def test_a_call_allocates_outputs_and_a_workspace_and_waits_for_nothing(
+    head_dim, causal, deterministic_mode, make_problem
+):
+    problem = make_problem(2, 1024, 1024, 4, head_dim, causal)
+    arguments = problem.arguments()
+    attention_backward(*arguments)  # compiled
+    torch.cuda.synchronize()
+
+    def count_allocations():
+        return torch.cuda.memory_stats()["allocation.all.allocated"]
+
+    torch.use_deterministic_algorithms(deterministic_mode)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = count_allocations()
+        grads = attention_backward(*arguments)
+        assert count_allocations() - before == 4
+        flash_attn_func(*problem.inputs[:3], problem.softmax_scale, causal)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(False)
+    assert all(grad.is_contiguous() for grad in grads)
+
+
+def test_a_backward_of_autograd_allocates_nothing_for_the_lse(make_problem):
+    problem = make_problem(2, 1024, 1024, 4, 128, True)
+    leaves = [x.clone().requires_grad_() for x in problem.inputs[:3]]
+    out = flash_attn_func(*leaves, problem.softmax_scale, True)
+    torch.autograd.grad(out, leaves, problem.inputs.dout, retain_graph=True)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.autograd.grad(out, leaves, problem.inputs.dout)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 4
+
+
 def test_inputs_are_not_written(make_problem):
     problem = make_problem(2, 1024, 1024, 4, 128, True)
     before = [x.clone() for x in (*problem.inputs, problem.out, problem.lse)]
