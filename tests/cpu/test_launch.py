@@ -27,14 +27,18 @@ def test_outputs_are_contiguous_and_own_their_memory(dtype, deterministic_mode):
     assert flat.shape == (7,) and flat.dtype == dtype and flat.untyped_storage().nbytes() == 7 * dtype.itemsize
 
 
-@pytest.mark.parametrize("num_elements", [None, 1 << 12])
+# malloc maps such sizes afresh, so that nothing is found in them that another test left behind
+LARGE = 1 << 24
+
+
+@pytest.mark.parametrize("num_elements", [None, LARGE])
 def test_outputs_are_not_filled_in_deterministic_mode(num_elements):
     """torch fills what `torch.empty` returns; the kernels write all of it anyway."""
-    like = torch.zeros(1 << 12)
+    like = torch.zeros(LARGE)
     torch.use_deterministic_algorithms(True)
     try:
         x = launch._empty(like, num_elements)
-        y = torch.empty(1 << 12)
+        y = torch.empty(LARGE)
     finally:
         torch.use_deterministic_algorithms(False)
     assert y.isnan().all()
