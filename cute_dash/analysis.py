@@ -121,12 +121,13 @@ def table(schedule: Schedule, shape: ProblemShape, head_idx: int = 0, batch_idx:
 
 def selection_table(selector: SelectingSchedule) -> str:
     """A selector's table as text: one row per class of shapes, in the order in which they are tried."""
-    rows = [["mask", "KV tiles", "schedule"]]
+    rows = [["mask", "Q tile", "KV tiles", "schedule"]]
     for row in selector.table:
+        tile_m = "any" if row.tile_m is None else str(row.tile_m)
         tiles = "any" if row.max_n_blocks is None else f"<= {row.max_n_blocks}"
-        rows.append([row.mask, tiles, repr(row.schedule)])
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{mask:<{widths[0]}}  {tiles:<{widths[1]}}  {name}" for mask, tiles, name in rows)
+        rows.append([row.mask, tile_m, tiles, repr(row.schedule)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _cell(order: TileOrder, step: int) -> str:

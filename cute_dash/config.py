@@ -13,6 +13,7 @@ SUPPORTED_HEAD_DIMS = (64, 128)
 STATS_COLUMNS = 8  # bf16 values per query of the statistics operand: 16 bytes, one row of a wgmma core matrix
 CONVERT_PIECE = 1024  # fp32 elements of dQ that are converted at a time: 16 columns of a warpgroup's accumulator
 CONVERT_STAGES = 4  # pieces on their way from global memory
+NUM_DS_STAGES = 2  # dS of one step is written while that of the step before is read
 REGISTERS_PER_LANE = 504  # of the warpgroups together: a CTA of 384 threads starts with 168 for each
 SMEM_CAPACITY_BYTES = 227 * 1024  # per CTA on sm_90
 
@@ -54,10 +55,8 @@ class BwdConfig:
             raise ValueError(f"tile_m={self.tile_m} must be a positive multiple of 16")
         if self.tile_n != 128:
             raise ValueError(f"tile_n={self.tile_n} must be 128: 64 keys for each of 2 consumer warpgroups")
-        if self.num_stages < 2:
-            raise ValueError(
-                f"num_stages={self.num_stages} must be at least 2: dS of one step is written while the other is read"
-            )
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
         if self.fuse_dQ and self.swap_dQ:
             raise ValueError(f"fuse_dQ=True needs tile_m={self.tile_m} to be a multiple of 64")
         num_regs = self.num_mma_warpgroups * self.num_mma_regs + self.num_producer_regs
@@ -115,7 +114,7 @@ class BwdConfig:
         element, fp32 = 2, 4
         q_do = 2 * self.num_stages * self.tile_m * self.head_dim * element
         kv = 2 * self.tile_n * self.head_dim * element
-        ds = self.num_stages * self.tile_m * self.tile_n * element
+        ds = NUM_DS_STAGES * self.tile_m * self.tile_n * element
         dq = self.tile_m * self.head_dim * fp32
         convert = self.tile_m * self.head_dim * element + CONVERT_STAGES * CONVERT_PIECE * fp32 if self.fuse_dQ else 0
         barriers = 384 if self.fuse_dQ else 256
@@ -125,7 +124,7 @@ class BwdConfig:
 
 @lru_cache
 def get_config(head_dim: int, causal: bool, local: bool = False) -> BwdConfig:
-    """The configuration compiled for a head dim and mask; a window has the tiles of the causal mask.
+    """The configuration compiled for a head dim and mask.
 
     Raises:
         ValueError: unsupported head dim, naming the supported ones; causal and local at once.
@@ -135,8 +134,6 @@ def get_config(head_dim: int, causal: bool, local: bool = False) -> BwdConfig:
         return BwdConfig(
             head_dim, causal, 128, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True, local=local
         )
-    if causal or local:
-        return BwdConfig(
-            head_dim, causal, 64, tile_n=128, num_mma_regs=232, num_producer_regs=40, stats_by_gemm=True, local=local
-        )
-    return BwdConfig(head_dim, causal, tile_m=80, tile_n=128, stats_by_gemm=True)
+    return BwdConfig(
+        head_dim, causal, 64, tile_n=128, num_mma_regs=232, num_producer_regs=40, stats_by_gemm=True, local=local
+    )

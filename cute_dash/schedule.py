@@ -191,6 +191,15 @@ class SelectorRow(NamedTuple):
     mask: str  # one of problem.MASKS
     max_n_blocks: int | None  # most KV tiles of a stream; None: any number
     schedule: Schedule
+    tile_m: int | None = None  # tokens of a Q tile, which tell the head dims apart; None: any
+
+    def fits(self, shape: ProblemShape) -> bool:
+        """Whether the row is for this shape."""
+        return (
+            self.mask == shape.mask
+            and self.tile_m in (None, shape.tile_m)
+            and (self.max_n_blocks is None or shape.num_n_blocks <= self.max_n_blocks)
+        )
 
 
 class SelectingSchedule:
@@ -209,11 +218,11 @@ class SelectingSchedule:
     def select(self, shape: ProblemShape) -> Schedule:
         """The schedule of the first row of the table that fits.
 
-        Mask and KV tiles of one stream decide, never batch or heads: a selector among batch-invariant schedules is
-        batch invariant.
+        Mask, tile and KV tiles of one stream decide, never batch or heads: a selector among batch-invariant schedules
+        is batch invariant.
         """
         for row in self.table:
-            if row.mask == shape.mask and (row.max_n_blocks is None or shape.num_n_blocks <= row.max_n_blocks):
+            if row.fits(shape):
                 return row.schedule
         raise ValueError(f"no row of {self.name!r}'s table fits {shape}")
 

@@ -1,17 +1,19 @@
 """The fastest batch-invariant schedule for a shape, from a table: `auto` for sequences whose batch changes around them.
 
-The mask and the number of KV tiles of one stream choose the row, never batch or heads: a sequence keeps the bits of its
+The mask, the Q tile and the number of KV tiles of one stream choose the row, never batch or heads: a sequence keeps the bits of its
 gradients whatever it is batched with. What needs more than one resident CTA must gain over 2%, as in `auto`.
 Sliding windows (mask "local") run as there.
 
 The table (first row that fits; KV tiles of one stream):
 
-    mask    KV tiles  schedule
-    causal  <= 64     SymmetricShift(heads_per_group=0, window=64)
-    causal  any       LongestFirst(heads_per_group=16)
-    full    <= 16     Shift(heads_per_group=0, window=64)
-    full    any       LongestFirst(heads_per_group=8)
-    local   any       ShortestFirst(heads_per_group=0)
+    mask    Q tile  KV tiles  schedule
+    causal  64      <= 8      ShortestFirst(heads_per_group=0)
+    causal  64      <= 16     SymmetricShift(heads_per_group=0, window=64)
+    causal  128     <= 64     SymmetricShift(heads_per_group=0, window=64)
+    causal  any     any       LongestFirst(heads_per_group=16)
+    full    128     <= 16     Shift(heads_per_group=0, window=64)
+    full    any     any       LongestFirst(heads_per_group=8)
+    local   any     any       ShortestFirst(heads_per_group=0)
 """
 
 from dataclasses import dataclass
@@ -29,14 +31,16 @@ class AutoInvariant(SelectingSchedule):
     """Selects among the batch-invariant schedules."""
 
     name: ClassVar[str] = "auto_invariant"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     batch_invariant: ClassVar[bool] = True
     table: ClassVar[tuple[SelectorRow, ...]] = (
-        SelectorRow(mask="causal", max_n_blocks=64, schedule=SymmetricShift()),
-        SelectorRow(mask="causal", max_n_blocks=None, schedule=LongestFirst(heads_per_group=16)),
-        SelectorRow(mask="full", max_n_blocks=16, schedule=Shift()),
-        SelectorRow(mask="full", max_n_blocks=None, schedule=LongestFirst(heads_per_group=8)),
-        SelectorRow(mask="local", max_n_blocks=None, schedule=ShortestFirst()),
+        SelectorRow("causal", 8, ShortestFirst(), tile_m=64),
+        SelectorRow("causal", 16, SymmetricShift(), tile_m=64),
+        SelectorRow("causal", 64, SymmetricShift(), tile_m=128),
+        SelectorRow("causal", None, LongestFirst(heads_per_group=16)),
+        SelectorRow("full", 16, Shift(), tile_m=128),
+        SelectorRow("full", None, LongestFirst(heads_per_group=8)),
+        SelectorRow("local", None, ShortestFirst()),
     )
 
 

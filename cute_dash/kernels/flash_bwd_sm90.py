@@ -46,7 +46,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_dash.config import CONVERT_PIECE, CONVERT_STAGES, BwdConfig
+from cute_dash.config import CONVERT_PIECE, CONVERT_STAGES, NUM_DS_STAGES, BwdConfig
 from cute_dash.kernels import debug, mask, semaphore, wgmma
 from cute_dash.kernels.bundles import Gmem, Rings, Smem, TmaAtoms
 from cute_dash.kernels.convert_dq import DQConverter
@@ -174,7 +174,7 @@ class FlashAttentionBackwardSm90:
             sdO: tile(element, config.tile_m * config.head_dim * stages)
             sK: tile(element, config.tile_n * config.head_dim)
             sV: tile(element, config.tile_n * config.head_dim)
-            sdS: tile(element, config.tile_m * config.tile_n * stages)
+            sdS: tile(element, config.tile_m * config.tile_n * NUM_DS_STAGES)
             sdQ: tile(Float32, config.tile_m * config.head_dim)
             sPieces: tile(Float32, CONVERT_PIECE * CONVERT_STAGES if self.fuse_dQ else 0)
             sdQ_out: tile(element, config.tile_m * config.head_dim if self.fuse_dQ else 0)
@@ -236,7 +236,7 @@ class FlashAttentionBackwardSm90:
         stages = config.num_stages
         layout_q = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim), stages)
         layout_kv = wgmma.make_smem_layout(self.dtype, (config.tile_n, config.head_dim))
-        layout_dS = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.tile_n), stages)
+        layout_dS = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.tile_n), NUM_DS_STAGES)
         sOnes, sPieces, sdQ_out = None, None, None
         if config.stats_by_gemm:
             sOnes = storage.sOnes.get_tensor(cute.make_layout(config.ones_size))
@@ -566,7 +566,7 @@ class FlashAttentionBackwardSm90:
         """The five GEMMs of one (m_block, n_block) pass."""
         shape = self.make_shape(extents)
         shape_S = (self.config.tile_n, self.config.tile_m)
-        stage = rings.Q.slot(it)
+        stage, stage_dS = rings.Q.slot(it), it % NUM_DS_STAGES
         # (1) S^T = K Q^T
         rings.Q.wait_full(it)
         acc_S = self.gemm_ss(context.gemm_S, shape_S, None, stage, *self.stats.products_S(context.stats, stage))
@@ -583,7 +583,7 @@ class FlashAttentionBackwardSm90:
         warpgroup.wait_group(0)
         self.stats.softmax_backward(acc_S, acc_dP, context.stats, stage)
         rdS = wgmma.to_operand_A(acc_dP, self.dtype)
-        wgmma.store_C(context.store_dS, rdS, context.tRS_sdS[None, None, None, stage])
+        wgmma.store_C(context.store_dS, rdS, context.tRS_sdS[None, None, None, stage_dS])
         # (3) dV += P^T dO
         issue_gemm(acc_dV, True, (context.gemm_dV.tiled_mma, rP, stage_of(context.gemm_dV.tCrB, stage)))
         # dS of both warpgroups is staged; also, both have finished (4) and (5) of the step before, so that its stage
@@ -591,7 +591,7 @@ class FlashAttentionBackwardSm90:
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
         # (4) dQ = dS K, or dQ^T = K^T dS^T
-        stage_A, stage_B = (None, stage) if self.config.swap_dQ else (stage, None)
+        stage_A, stage_B = (None, stage_dS) if self.config.swap_dQ else (stage_dS, None)
         acc_dQ = self.gemm_ss(context.gemm_dQ, self.config.dQ_mma_shape, stage_A, stage_B)
         warpgroup.wait_group(1)
         rings.dO.arrive_empty(it)

@@ -5,6 +5,7 @@ from typing import Any
 from cute_dash.config import (
     CONVERT_PIECE,
     CONVERT_STAGES,
+    NUM_DS_STAGES,
     SMEM_CAPACITY_BYTES,
     SUPPORTED_HEAD_DIMS,
     BwdConfig,
@@ -52,7 +53,7 @@ def list_parts(config: BwdConfig) -> dict[str, int]:
         "sdO": q,
         "sK": kv,
         "sV": kv,
-        "sdS": config.num_stages * config.tile_m * config.tile_n * element,
+        "sdS": NUM_DS_STAGES * config.tile_m * config.tile_n * element,
         "sdQ": config.tile_m * config.head_dim * fp32,
         "sStats": config.num_stages * config.stats_size * fp32,
         "sOnes": config.ones_size * element,

@@ -295,6 +295,8 @@ def test_compile_lists_each_kernel_that_can_be_asked_for_once():
     local = cli._list_kernels(schedules, get_config(64, causal=False, local=True))
     kernels = {"full": full, "causal": causal, "local": local}
     for row in registry.load("auto").table:
+        if row.tile_m not in (None, 128):
+            continue  # of another head dim
         assert row.schedule in [schedule for schedule, _ in kernels[row.mask]]
     assert {schedule.name for schedule, _ in local} == {"baseline", "shortest_first"}
 

@@ -1,6 +1,7 @@
 """What of the launch can be tested without a GPU."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -182,8 +183,9 @@ def test_the_memory_of_checked_calls_is_bounded(launches_of_op, monkeypatch):
 
 def test_another_shape_or_configuration_is_another_plan(launches):
     schedule = registry.load("shortest_first")
+    tall = replace(get_config(128, True), tile_m=80, stats_by_gemm=False)
     keys, sizes = [], []
-    for seqlen, config in ((256, None), (512, None), (512, get_config(128, False)), (512, None)):
+    for seqlen, config in ((256, None), (512, None), (512, tall), (512, None)):
         x = random_inputs(1, seqlen, seqlen, 1, 128, dtype=torch.bfloat16)
         launch.backward(x.dout, x.q, x.k, x.v, x.q, torch.zeros(1, 1, seqlen), 0.5, True, schedule, config)
         key, arguments = launches.pop()

@@ -201,10 +201,12 @@ def test_an_object_that_breaks_equality_is_refused():
 
 
 def test_resolve_selects_a_concrete_schedule():
-    assert registry.resolve("auto", CAUSAL).name == "symmetric_shift"
-    long = replace(CAUSAL, seqlen_q=4096, seqlen_k=4096)
-    assert registry.resolve("auto", long).name == "hybrid"
-    assert registry.resolve("auto_invariant", long).name == "symmetric_shift"
+    assert registry.resolve("auto", CAUSAL).name == "hybrid"
+    assert registry.resolve("auto", replace(CAUSAL, tile_m=128)).name == "symmetric_shift"
+    long = replace(CAUSAL, seqlen_q=16384, seqlen_k=16384)
+    assert registry.resolve("auto", long).name == "longest_first"
+    assert registry.resolve("auto", replace(long, tile_m=128)).name == "hybrid"
+    assert registry.resolve("auto_invariant", CAUSAL).name == "shortest_first"
 
 
 def test_resolve_refuses_a_mask_that_the_schedule_cannot_order():
