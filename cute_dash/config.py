@@ -60,9 +60,19 @@ class BwdConfig:
         if self.smem_bytes > SMEM_CAPACITY_BYTES:
             raise ValueError(f"{self} needs {self.smem_bytes} bytes of shared memory, {SMEM_CAPACITY_BYTES} exist")
 
-    def make_shape(self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> ProblemShape:
-        """The problem of these extents, ints of either kind, in the tiles and with the mask of this configuration."""
-        return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, self.tile_m, self.tile_n, self.causal)
+    def make_shape(self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, group_size: int = 1) -> ProblemShape:
+        """The problem of these extents, ints of either kind, in the tiles and with the mask of this configuration.
+
+        Args:
+            num_heads: KV heads, each with `group_size` query heads.
+        """
+        return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, self.tile_m, self.tile_n, self.causal, group_size)
+
+    def make_shape_of(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> ProblemShape:
+        """The problem of q (batch, seqlen_q, num_heads, head_dim) and k (batch, seqlen_k, num_heads_kv, head_dim)."""
+        batch, seqlen_q, num_heads, _ = q_shape
+        _, seqlen_k, num_heads_kv, _ = k_shape
+        return self.make_shape(batch, num_heads_kv, seqlen_q, seqlen_k, num_heads // num_heads_kv)
 
     @property
     def num_mma_warpgroups(self) -> int:

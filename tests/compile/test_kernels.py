@@ -40,6 +40,12 @@ def release_keys():
         if orders_mask_of(schedule, config)
     ]
     keys += [CompileKey(config, registry.load("shortest_first"), "float16") for config in CONFIGS]
+    grouped = [("baseline", "shift"), ("hybrid", "symmetric_shift")]  # by mask; the simplest and the most demanding
+    keys += [
+        CompileKey(config, registry.load(name), "bfloat16", grouped=True)
+        for config in CONFIGS
+        for name in grouped[config.causal]
+    ]
     return [*keys, CompileKey(get_config(128, False), registry.load("shift"), "bfloat16", cooperative=True)]
 
 

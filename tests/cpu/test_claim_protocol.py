@@ -6,6 +6,7 @@ every event of a store warp a separate step and runs them in random order; a cla
 control, and deadlocks.
 """
 
+import itertools
 import random
 from collections import Counter, deque
 
@@ -13,7 +14,6 @@ import pytest
 
 from cute_dash import registry
 from cute_dash.config import get_config
-from cute_dash.problem import ProblemShape
 from cute_dash.validation import TESTED_SCHEDULES
 
 ORDERED = sorted(TESTED_SCHEDULES - {"unordered"})
@@ -36,11 +36,12 @@ class Cta:
     def take(self, schedule, shape, work_idx):
         tile = schedule.get_work_tile(work_idx, shape)
         num_steps = schedule.get_num_steps(tile, shape)
-        for step in range(num_steps):
+        for member, step in itertools.product(range(shape.group_size), range(num_steps)):
             m_block = schedule.get_m_block(step, tile, shape)
-            target = (tile.batch_idx, tile.head_idx, m_block)
+            target = (tile.batch_idx, tile.head_idx * shape.group_size + member, m_block)
             lock_value = schedule.get_lock_value(m_block, tile, shape)
-            self.steps[self.num_steps % 2].append((self.num_steps, target, lock_value, step == num_steps - 1))
+            last = (member, step) == (shape.group_size - 1, num_steps - 1)
+            self.steps[self.num_steps % 2].append((self.num_steps, target, lock_value, last))
             self.num_steps += 1
 
 
@@ -92,18 +93,18 @@ class Kernel:
         return self.num_claimed == self.shape.num_work_tiles and not any(any(cta.steps) for cta in self.ctas)
 
 
-def shape_of(seqlen_q, seqlen_k, num_heads, head_dim, causal):
-    config = get_config(head_dim, causal)
-    return ProblemShape(1, num_heads, seqlen_q, seqlen_k, config.tile_m, config.tile_n, causal)
+def shape_of(seqlen_q, seqlen_k, num_heads, head_dim, causal, group_size=1):
+    return get_config(head_dim, causal).make_shape(1, num_heads, seqlen_q, seqlen_k, group_size)
 
 
+@pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", ORDERED)
-def test_no_timing_deadlocks_the_kernels_claims(name, causal):
+def test_no_timing_deadlocks_the_kernels_claims(name, causal, group_size):
     rng = random.Random(name)
     schedule = registry.load(name)
     for seqlen_q, seqlen_k in ((384, 384), (300, 300), (1000, 1000), (520, 900), (900, 520), (100, 700)):
-        shape = shape_of(seqlen_q, seqlen_k, 3, 64, causal)
+        shape = shape_of(seqlen_q, seqlen_k, 3, 64, causal, group_size)
         if not schedule.can_implement(shape):
             continue
         residents = schedule.min_resident_ctas(shape)

@@ -53,6 +53,7 @@ def shapes(draw, causal):
         tile_m=draw(st.integers(1, 7)),
         tile_n=draw(st.integers(1, 7)),
         causal=causal,
+        group_size=draw(st.sampled_from([1, 1, 2, 3])),
     )
 
 
