@@ -133,6 +133,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(SUPPORTED_HEAD_DIMS)
     )
+    command.add_argument(
+        "--grouped",
+        action="store_true",
+        help="the kernels for several query heads per KV head, instead of those for one",
+    )
 
     command = _add_command(commands, "doctor", _doctor, "say what this machine has, and what will not work and why")
     _add_json(command)
@@ -160,6 +165,9 @@ def _add_shape(command: argparse.ArgumentParser) -> None:
     group.add_argument("--seqlen-k", type=_tokens, metavar="TOKENS", help="default: as seqlen-q")
     group.add_argument("--batch", type=_positive, default=1, metavar="N", help="default: %(default)s")
     group.add_argument("--heads", type=_positive, default=4, metavar="N", help="query heads (default: %(default)s)")
+    group.add_argument(
+        "--kv-heads", type=_positive, metavar="N", help="KV heads, a divisor of heads (default: as heads)"
+    )
     group.add_argument("--head-dim", type=int, choices=SUPPORTED_HEAD_DIMS, default=128, help="default: %(default)s")
 
 
@@ -213,7 +221,10 @@ def _shape(args: argparse.Namespace, mask: str | None = None) -> ProblemShape:
     causal = (mask or args.mask) == "causal"
     config = get_config(args.head_dim, causal)
     seqlen_k = args.seqlen_k or args.seqlen_q
-    return config.make_shape(args.batch, args.heads, args.seqlen_q, seqlen_k)
+    kv_heads = args.kv_heads or args.heads
+    if args.heads % kv_heads:
+        raise UsageError(f"--kv-heads {kv_heads} does not divide --heads {args.heads}")
+    return config.make_shape(args.batch, kv_heads, args.seqlen_q, seqlen_k, args.heads // kv_heads)
 
 
 # Commands
@@ -420,7 +431,7 @@ def _compile(args: argparse.Namespace) -> int:
         config = get_config(head_dim, mask == "causal")
         for name, schedule in schedules.items():
             try:
-                found = _list_keys(schedule, config, args.dtype)
+                found = _list_keys(schedule, config, args.dtype, args.grouped)
             except ScheduleError as error:
                 broken.setdefault(name, f"{name}: not compiled: {error}")
                 continue
@@ -475,7 +486,7 @@ class _Kernel(NamedTuple):
     cooperative: bool
 
 
-def _list_keys(schedule: Schedule, config: BwdConfig, dtypes: Sequence[str]) -> "list[CompileKey]":
+def _list_keys(schedule: Schedule, config: BwdConfig, dtypes: Sequence[str], grouped: bool) -> "list[CompileKey]":
     """What is to be compiled for a schedule under a configuration, once it has been proved to keep the rules.
 
     Raises:
@@ -489,7 +500,11 @@ def _list_keys(schedule: Schedule, config: BwdConfig, dtypes: Sequence[str]) -> 
         raise ScheduleError(describe_failure(error, schedule)) from error
     for concrete in dict.fromkeys(kernel.schedule for kernel in kernels):
         _check_small(concrete, config)
-    return [CompileKey(config, kernel.schedule, dtype, kernel.cooperative) for dtype in dtypes for kernel in kernels]
+    return [
+        CompileKey(config, kernel.schedule, dtype, kernel.cooperative, grouped=grouped)
+        for dtype in dtypes
+        for kernel in kernels
+    ]
 
 
 def _check_small(schedule: Schedule, config: BwdConfig) -> None:
@@ -544,7 +559,7 @@ def _compile_one(key: "CompileKey", folder: Path) -> str:
 
 def _describe_key(key: "CompileKey") -> str:
     mask = "causal" if key.config.causal else "full"
-    launch = "cooperative" if key.cooperative else "plain"
+    launch = ("grouped heads, " if key.grouped else "") + ("cooperative" if key.cooperative else "plain")
     return f"head dim {key.config.head_dim}, {mask}, {key.dtype}, {key.schedule!r}, {launch} launch"
 
 
@@ -625,7 +640,8 @@ def _describe(shape: ProblemShape) -> str:
     mask = "causal" if shape.causal else "full"
     return (
         f"{mask} mask, {shape.seqlen_q} x {shape.seqlen_k} tokens ({shape.num_m_blocks} x {shape.num_n_blocks} tiles), "
-        f"batch {shape.batch}, {shape.num_heads} heads"
+        f"batch {shape.batch}, {shape.num_query_heads} heads"
+        + (f", {shape.num_heads} KV heads" if shape.group_size > 1 else "")
     )
 
 
