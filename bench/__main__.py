@@ -213,7 +213,7 @@ def _selected_schedules(args: argparse.Namespace) -> list[str]:
 
 
 def _selected_cells(args: argparse.Namespace) -> list[Cell]:
-    return list_cells(args.head_dim, args.mask, args.seqlen, args.batch, args.heads, args.dtype)
+    return list_cells(args.head_dim, args.mask, args.seqlen, args.batch, args.heads, args.dtype, args.kv_heads)
 
 
 def _is_selected(cell: Cell, args: argparse.Namespace) -> bool:
@@ -246,6 +246,7 @@ def _add_what(group: Any) -> None:
     )
     group.add_argument("--batch", type=int, help="default: 16384 / seqlen")
     group.add_argument("--heads", type=int, help="default: 2048 / head dim")
+    group.add_argument("--kv-heads", type=int, help="a divisor of heads; default: as many as heads")
     group.add_argument("--dtype", choices=cells.DTYPES, default="bf16", help="default: %(default)s")
     group.add_argument("--schedule", default="all", help="comma-separated names or module:ATTR; all (default), none")
     group.add_argument(

@@ -20,10 +20,10 @@ ELEMENT_BYTES = 2  # bf16 and fp16 alike
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape of the backward call; query and key lengths and heads are equal.
+    """One shape of the backward call; query and key lengths are equal, and so are their heads unless kv_heads is given.
 
     Raises:
-        ValueError: an extent below 1, or a mask or dtype that is not known.
+        ValueError: an extent below 1, KV heads that do not divide the heads, or a mask or dtype that is not known.
     """
 
     head_dim: int
@@ -32,11 +32,14 @@ class Cell:
     batch: int
     heads: int
     dtype: str = "bf16"
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("head_dim", "seqlen", "batch", "heads"):
+        for name in ("head_dim", "seqlen", "batch", "heads", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.heads % self.num_kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         parse_window(self.mask)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not known; allowed: {', '.join(DTYPES)}")
@@ -51,12 +54,18 @@ class Cell:
         return parse_window(self.mask)
 
     @property
+    def num_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
     def label(self) -> str:
         """Short name for tables; batch and heads appear only where they are not the standard ones."""
         standard = standard_cell(self.head_dim, self.mask, self.seqlen)
         label = f"hd{self.head_dim} {self.mask} {format_seqlen(self.seqlen)}"
         if (self.batch, self.heads) != (standard.batch, standard.heads):
             label += f" b{self.batch} h{self.heads}"
+        if self.num_kv_heads != self.heads:
+            label += f" kv{self.kv_heads}"
         return label if self.dtype == "bf16" else f"{label} {self.dtype}"
 
     @property
@@ -76,13 +85,18 @@ class Cell:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of one (B, S, H, D) tensor."""
+        """Bytes of one (B, S, H, D) tensor of the query heads."""
         return self.batch * self.seqlen * self.heads * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one (B, S, H, D) tensor of the KV heads."""
+        return self.tensor_bytes // self.heads * self.num_kv_heads
 
     @property
     def input_bytes(self) -> int:
         """Bytes that one call reads: q, k, v, out, dout and the fp32 LSE."""
-        return 5 * self.tensor_bytes + 4 * self.batch * self.heads * self.seqlen
+        return 3 * self.tensor_bytes + 2 * self.kv_bytes + 4 * self.batch * self.heads * self.seqlen
 
     def tflops(self, ms: float) -> float:
         """TFLOPS of a call that takes `ms`."""
@@ -95,7 +109,8 @@ class Cell:
             gemm_tflops: rate of a large bf16 GEMM on the same device, in the same regime.
             copy_tb_per_s: bytes read plus bytes written per second by a device copy, in TB/s.
         """
-        return max(self.flops / gemm_tflops * 1e-9, 8 * self.tensor_bytes / copy_tb_per_s * 1e-9)
+        moved_bytes = 4 * self.tensor_bytes + 4 * self.kv_bytes
+        return max(self.flops / gemm_tflops * 1e-9, moved_bytes / copy_tb_per_s * 1e-9)
 
     def problem_shape(self, config: BwdConfig | None = None) -> ProblemShape:
         """The shape as a schedule sees it, in the tiles of `config` or of the shipped one.
@@ -105,7 +120,8 @@ class Cell:
         """
         config = config or self.shipped_config()
         _, window = normalize_mask(self.causal, self.window_size, self.seqlen, self.seqlen)
-        return config.make_shape(self.batch, self.heads, self.seqlen, self.seqlen, window)
+        group_size = self.heads // self.num_kv_heads
+        return config.make_shape(self.batch, self.num_kv_heads, self.seqlen, self.seqlen, window, group_size)
 
     def shipped_config(self) -> BwdConfig:
         """What the kernel is compiled with for this cell.
@@ -124,11 +140,12 @@ def standard_cell(
     batch: int | None = None,
     heads: int | None = None,
     dtype: str = "bf16",
+    kv_heads: int | None = None,
 ) -> Cell:
     """A cell at 16,384 tokens and heads * head_dim = 2,048 (at least one sequence and one head) unless told otherwise."""
     batch = max(1, TOKENS // max(1, seqlen)) if batch is None else batch
     heads = max(1, MODEL_DIM // max(1, head_dim)) if heads is None else heads
-    return Cell(head_dim, mask, seqlen, batch, heads, dtype)
+    return Cell(head_dim, mask, seqlen, batch, heads, dtype, None if kv_heads == heads else kv_heads)
 
 
 def list_cells(
@@ -138,11 +155,12 @@ def list_cells(
     batch: int | None = None,
     heads: int | None = None,
     dtype: str = "bf16",
+    kv_heads: int | None = None,
 ) -> list[Cell]:
     """All combinations; by default the 24 standard cells."""
     seqlens = list(seqlens)
     masks = list(masks)
-    return [standard_cell(d, m, s, batch, heads, dtype) for d in head_dims for m in masks for s in seqlens]
+    return [standard_cell(d, m, s, batch, heads, dtype, kv_heads) for d in head_dims for m in masks for s in seqlens]
 
 
 def parse_window(mask: str) -> tuple[int, int]:

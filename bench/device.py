@@ -103,10 +103,12 @@ def num_input_sets(input_bytes: int, l2_bytes: int) -> int:
 def random_inputs(cell: Cell, seed: int) -> Inputs:
     """Normal q, k, v, dout on the GPU; out and LSE from torch's flash forward."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    extents = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
-    q, k, v, dout = (
-        torch.randn(extents, generator=generator, device="cuda", dtype=_DTYPES[cell.dtype]) for _ in range(4)
-    )
+
+    def normal(heads: int) -> torch.Tensor:
+        extents = (cell.batch, cell.seqlen, heads, cell.head_dim)
+        return torch.randn(extents, generator=generator, device="cuda", dtype=_DTYPES[cell.dtype])
+
+    q, k, v, dout = (normal(heads) for heads in (cell.heads, cell.num_kv_heads, cell.num_kv_heads, cell.heads))
     scale = 1 / math.sqrt(cell.head_dim)
     if cell.window_size != (-1, -1):
         out, lse = forward(q, k, v, scale, cell.causal, cell.window_size)

@@ -119,7 +119,7 @@ class Cudnn:
         # cuDNN's order of modes is (B, H, S, D); strides say that memory is (B, S, H, D)
         operands = [t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout)]
         operands.append(inputs.lse.unsqueeze(-1))
-        plan_key = (inputs.q.shape, inputs.q.dtype, inputs.softmax_scale, inputs.causal, deterministic)
+        plan_key = (inputs.q.shape, inputs.k.shape, inputs.q.dtype, inputs.softmax_scale, inputs.causal, deterministic)
         if plan_key not in self._plans:
             self._plans[plan_key] = self._build(inputs, operands, deterministic)
         graph, handles = self._plans[plan_key]

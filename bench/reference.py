@@ -1,6 +1,6 @@
 """What the gate compares with: fp64 gradients of some streams, and torch's own flash backward as the error's yardstick.
 
-A stream is one (batch, head). Gradients of a whole cell in fp64 would take gigabytes, so only a few streams are
+A stream is one (batch, KV head) with its query heads. Gradients of a whole cell in fp64 would take gigabytes, so only a few streams are
 computed, in chunks of query rows; the yardstick covers all streams.
 """
 
@@ -29,7 +29,8 @@ class Inputs:
     """What a backward call gets.
 
     Attributes:
-        q, k, v, out, dout: (B, S, H, D), bf16 or fp16.
+        q, out, dout: (B, S, H, D), bf16 or fp16.
+        k, v: (B, S, H_kv, D), likewise; H_kv divides H.
         lse: (B, H, S), fp32, natural log.
         softmax_scale: factor of the logits.
         causal: the mask; query and key lengths are equal.
@@ -48,7 +49,12 @@ class Inputs:
 
     @property
     def num_streams(self) -> int:
-        return self.q.shape[0] * self.q.shape[2]
+        return self.k.shape[0] * self.k.shape[2]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[2] // self.k.shape[2]
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,11 @@ class Yardstick:
     """The right gradients of some streams, the flash backward's of all, and the errors that are allowed.
 
     Attributes:
-        streams: stream indices (batch_idx * heads + head_idx) with a reference.
-        reference: dq, dk, dv of these streams, each (len(streams), S, D) fp64.
+        streams: stream indices (batch_idx * kv_heads + head_idx) with a reference.
+        reference: dq (len(streams) * group_size, S, D), dk and dv (len(streams), S, D) of these streams, fp64.
         flash: dq, dk, dv of the flash backward, each (B, S, H, D).
         budgets: allowed relative error of dq, dk, dv against `reference`.
-        distances: allowed relative distance of dq, dk, dv from `flash`, for each stream.
+        distances: allowed relative distance of dq, dk, dv from `flash`, for each head of each sequence.
     """
 
     streams: list[int]
@@ -71,8 +77,7 @@ class Yardstick:
 
     def errors(self, grads: Grads) -> tuple[float, float, float]:
         """Greatest relative error over the streams with a reference, of dq, dk and dv."""
-        pick = [_streams(g)[self.streams] for g in grads]
-        dq, dk, dv = (_stream_errors(g, ref) for g, ref in zip(pick, self.reference, strict=True))
+        dq, dk, dv = _errors_of_streams(grads, self.reference, self.streams)
         return dq, dk, dv
 
     def find_error(self, grads: Grads) -> str | None:
@@ -100,7 +105,7 @@ def make_yardstick(inputs: Inputs, flash_backward: Callable[[Inputs], Grads] | N
     flash = (flash_backward or torch_flash_backward)(inputs)
     reference = reference_gradients(inputs, streams)
     roundoff = torch.finfo(inputs.q.dtype).eps / 2
-    errors = [_stream_errors(_streams(g)[streams], ref) for g, ref in zip(flash, reference, strict=True)]
+    errors = _errors_of_streams(flash, reference, streams)
     dq, dk, dv = (max(ERROR_RATIO * e, roundoff) for e in errors)
     far_dq, far_dk, far_dv = (max(DISTANCE_RATIO * e, roundoff) for e in errors)
     return Yardstick(streams, reference, flash, (dq, dk, dv), (far_dq, far_dk, far_dv))
@@ -121,19 +126,25 @@ def reference_gradients(inputs: Inputs, streams: Sequence[int], chunk_rows: int 
 
     Args:
         inputs: (B, S, H, D) tensors.
-        streams: which (batch, head) pairs.
+        streams: which (batch, KV head) pairs.
         chunk_rows: query rows at a time; memory is a few (chunk_rows, S) fp64 matrices.
     Returns:
-        dq, dk, dv, each (len(streams), S, D) fp64.
+        dq (len(streams) * group_size, S, D), dk and dv (len(streams), S, D), fp64.
     """
-    per_stream = [_stream_gradients(inputs, stream, chunk_rows) for stream in streams]
-    dq, dk, dv = (torch.stack(grads) for grads in zip(*per_stream, strict=True))
+    size = inputs.group_size
+    per_head = [
+        [_head_gradients(inputs, stream, stream * size + member, chunk_rows) for member in range(size)]
+        for stream in streams
+    ]
+    dq = torch.stack([grads[0] for group in per_head for grads in group])
+    dk, dv = (torch.stack([torch.stack([g[i] for g in group]).sum(0) for group in per_head]) for i in (1, 2))
     return dq, dk, dv
 
 
-def _stream_gradients(inputs: Inputs, stream: int, chunk_rows: int) -> Grads:
-    """dq, dk, dv of one stream, (S, D) fp64."""
-    q, k, v, dout = (_streams(t)[stream].double() for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
+def _head_gradients(inputs: Inputs, stream: int, query_stream: int, chunk_rows: int) -> Grads:
+    """dq of one (batch, query head), and its part of dk and dv, each (S, D) fp64."""
+    q, dout = (_streams(t)[query_stream].double() for t in (inputs.q, inputs.dout))
+    k, v = (_streams(t)[stream].double() for t in (inputs.k, inputs.v))
     scale, seqlen = inputs.softmax_scale, q.shape[0]
     keys = torch.arange(seqlen, device=q.device)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -163,7 +174,9 @@ def torch_flash_backward(inputs: Inputs) -> Grads:
         return _torch_flash_backward_local(inputs)
     q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out = scaled_dot_product_attention(q, k, v, is_causal=inputs.causal, scale=inputs.softmax_scale)
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=inputs.causal, scale=inputs.softmax_scale, enable_gqa=inputs.group_size > 1
+        )
         grads = torch.autograd.grad(out, (q, k, v), inputs.dout.transpose(1, 2))
     dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
     return dq, dk, dv
@@ -171,20 +184,28 @@ def torch_flash_backward(inputs: Inputs) -> Grads:
 
 def _torch_flash_backward_local(inputs: Inputs) -> Grads:
     """The same with a window, which scaled_dot_product_attention has no argument for."""
-    x, (batch, seqlen, heads, head_dim) = inputs, inputs.q.shape
+    x, (batch, seqlen, _, _) = inputs, inputs.q.shape
     starts = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=x.q.device)
     lengths = (starts, starts, seqlen, seqlen)
     left, right = (None if side < 0 else side for side in x.window_size)
     options: dict[str, Any] = dict(scale=x.softmax_scale, window_size_left=left, window_size_right=right)
-    q, k, v, dout = (t.reshape(-1, heads, head_dim) for t in (x.q, x.k, x.v, x.dout))
+    q, k, v, dout = (t.reshape(-1, *t.shape[2:]) for t in (x.q, x.k, x.v, x.dout))
     out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, 0.0, False, False, **options
     )
     grads = torch.ops.aten._flash_attention_backward(
         dout, q, k, v, out, lse, *lengths, 0.0, False, rng_state, unused, **options
     )
-    dq, dk, dv = (g.view(x.q.shape) for g in grads)
+    dq, dk, dv = (g.reshape(t.shape) for g, t in zip(grads, (x.q, x.k, x.v), strict=True))
     return dq, dk, dv
+
+
+def _errors_of_streams(grads: Grads, reference: Grads, streams: list[int]) -> list[float]:
+    """Greatest relative error of dq, dk and dv over these streams."""
+    size = len(reference[0]) // len(streams)
+    query_streams = [stream * size + member for stream in streams for member in range(size)]
+    picks = (query_streams, streams, streams)
+    return [_stream_errors(_streams(g)[pick], ref) for g, ref, pick in zip(grads, reference, picks, strict=True)]
 
 
 def _streams(x: torch.Tensor) -> torch.Tensor:

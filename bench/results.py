@@ -6,7 +6,7 @@ Host only. The file is replaced as a whole after every cell, so an interrupted r
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,7 +76,8 @@ class Record:
 
     @property
     def cell(self) -> Cell:
-        return Cell(self.head_dim, self.mask, self.seqlen_q, self.batch, self.heads, self.dtype)
+        kv_heads = None if self.kv_heads == self.heads else self.kv_heads
+        return Cell(self.head_dim, self.mask, self.seqlen_q, self.batch, self.heads, self.dtype, kv_heads)
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Untimed:
     dtype: str
     verdict: str
     reason: str
+    kv_heads: int | None = None
 
     @classmethod
     def of(cls, key: Key, cell: Cell, verdict: str, reason: str) -> "Untimed":
@@ -116,6 +118,7 @@ class Untimed:
             dtype=cell.dtype,
             verdict=verdict,
             reason=reason,
+            kv_heads=cell.kv_heads,
         )
 
     @property
@@ -124,7 +127,7 @@ class Untimed:
 
     @property
     def cell(self) -> Cell:
-        return Cell(self.head_dim, self.mask, self.seqlen_q, self.batch, self.heads, self.dtype)
+        return Cell(self.head_dim, self.mask, self.seqlen_q, self.batch, self.heads, self.dtype, self.kv_heads)
 
 
 @dataclass
@@ -222,7 +225,8 @@ Entry = TypeVar("Entry", Record, Untimed)
 
 def _from_dict(kind: type[Entry], entry: Mapping[str, Any], path: Path) -> Entry:
     expected = {f.name for f in fields(kind)}
-    if entry.keys() != expected:
-        wrong = sorted(expected ^ entry.keys())
+    required = {f.name for f in fields(kind) if f.default is MISSING}
+    if not required <= entry.keys() <= expected:
+        wrong = sorted((required - entry.keys()) | (entry.keys() - expected))
         raise ValueError(f"{path}: a {kind.__name__.lower()} has missing or unknown fields: {', '.join(wrong)}")
     return kind(**entry)

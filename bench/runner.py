@@ -186,7 +186,7 @@ def make_record(cell: Cell, key: Key, regime: str, timing: Timing, verdict: Verd
         seqlen_q=cell.seqlen,
         seqlen_k=cell.seqlen,
         heads=cell.heads,
-        kv_heads=cell.heads,
+        kv_heads=cell.num_kv_heads,
         dtype=cell.dtype,
         regime=regime,
         ms_median=round(timing.ms, 5),

@@ -15,7 +15,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cute_dash.check import ScheduleError, TileOrder, expand
+from cute_dash.check import DQTile, ScheduleError, TileOrder, expand
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, SelectingSchedule, WorkTile
 
@@ -147,7 +147,7 @@ def _check_at_least(name: str, value: float, least: int) -> None:
         raise ValueError(f"{name}={value} must be at least {least}")
 
 
-_DqTile = tuple[int, int, int]  # batch_idx, head_idx, m_block
+_NO_DQ_TILE = DQTile(0, 0, 0)
 
 
 class _Times(NamedTuple):
@@ -173,13 +173,11 @@ class _Cta:
 
     @property
     def num_steps(self) -> int:
-        return len(self.order.m_blocks)
-
-    def get_dq_tile(self, step: int) -> _DqTile:
-        return self.order.tile.batch_idx, self.order.tile.head_idx, self.order.m_blocks[step]
+        return self.order.num_steps
 
     def get_intervals(self) -> list[Interval]:
-        times = zip(self.order.m_blocks, self.starts, self.compute_ends, self.add_starts, self.ends, strict=True)
+        m_blocks = (self.order.get_dq_tile(step).m_block for step in range(self.num_steps))
+        times = zip(m_blocks, self.starts, self.compute_ends, self.add_starts, self.ends, strict=True)
         return [Interval(self.order.tile, *step) for step in times]
 
 
@@ -193,9 +191,9 @@ class _Simulation:
         self.ordered = ordered
         self.times = times
         self.num_claimed = 0
-        self.turns: dict[_DqTile, int] = {}  # lock value that may add
-        self.waiting: dict[tuple[_DqTile, int], int] = {}  # dQ tile and lock value -> CTA
-        self.events: list[tuple[Any, int, int, _DqTile]] = []
+        self.turns: dict[DQTile, int] = {}  # lock value that may add
+        self.waiting: dict[tuple[DQTile, int], int] = {}  # dQ tile and lock value -> CTA
+        self.events: list[tuple[Any, int, int, DQTile]] = []
         self.ctas: dict[int, _Cta] = {}  # those that hold a tile
         self.intervals: list[list[Interval]] = []
         self.stalled: Any = 0
@@ -246,7 +244,7 @@ class _Simulation:
         step = len(cta.add_starts)
         if cta.adding or step == len(cta.compute_ends):
             return
-        dq_tile, lock_value = cta.get_dq_tile(step), cta.order.lock_values[step]
+        dq_tile, lock_value = cta.order.get_dq_tile(step), cta.order.get_lock_value(step)
         if self.ordered and self.turns.get(dq_tile, 0) != lock_value:
             self.waiting[dq_tile, lock_value] = cta_idx
             return
@@ -263,7 +261,7 @@ class _Simulation:
 
     def _on_added(self, cta_idx: int, now: Any) -> None:
         cta = self.ctas[cta_idx]
-        dq_tile = cta.get_dq_tile(len(cta.ends))
+        dq_tile = cta.order.get_dq_tile(len(cta.ends))
         cta.ends.append(now)
         cta.adding = False
         if self.times.latency:
@@ -278,7 +276,7 @@ class _Simulation:
         del self.ctas[cta_idx]
         self._claim(cta_idx, now)
 
-    def _on_turn(self, dq_tile: _DqTile, now: Any) -> None:
+    def _on_turn(self, dq_tile: DQTile, now: Any) -> None:
         turn = self.turns.get(dq_tile, 0) + 1
         self.turns[dq_tile] = turn
         cta_idx = self.waiting.pop((dq_tile, turn), None)
@@ -298,7 +296,7 @@ class _Simulation:
             self.stalled += now - cta.idle_since
             cta.idle_since = None
 
-    def _push(self, time: Any, cta_idx: int, kind: int, dq_tile: _DqTile = (0, 0, 0)) -> None:
+    def _push(self, time: Any, cta_idx: int, kind: int, dq_tile: DQTile = _NO_DQ_TILE) -> None:
         heapq.heappush(self.events, (time, cta_idx, kind, dq_tile))
 
     def _describe_deadlock(self, num_ctas: int) -> str:

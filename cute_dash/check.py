@@ -6,6 +6,7 @@ Host only, Python ints. The rules:
    dQ tile are a permutation of 0 .. count - 1, with `get_lock_count` = count.
 2. progress: with any number of resident CTAs from `min_resident_ctas` up, each claiming the next tile of the tile
    order when it is done with one, no set of CTAs waits forever.
+   With several query heads per KV head a tile walks its steps once for each, and all that is run here.
 3. purity: a frozen, hashable dataclass whose answers depend on the arguments alone; for a batch-invariant schedule, on
    the stream alone: every stream is ordered like the only stream of its own problem. (The number of SMs and the timing
    are no arguments, so nothing can depend on them.)
@@ -39,13 +40,40 @@ class ScheduleError(ValueError):
     """A schedule breaks a rule of the contract."""
 
 
+class DQTile(NamedTuple):
+    """What work tiles add to in turn: one Q tile of one (batch, query head)."""
+
+    batch_idx: int
+    head_idx: int
+    m_block: int
+
+
 class TileOrder(NamedTuple):
-    """What a schedule says of one work tile: per step the m_block, its lock value and its lock count."""
+    """What a schedule says of one work tile: per step the m_block, its lock value and its lock count.
+
+    The tile takes these steps for each of the `group_size` query heads of its KV head, one after the other: `num_steps`
+    in all.
+    """
 
     tile: WorkTile
     m_blocks: list[int]
     lock_values: list[int]
     lock_counts: list[int]
+    group_size: int = 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps for all query heads together."""
+        return self.group_size * len(self.m_blocks)
+
+    def get_dq_tile(self, step: int) -> DQTile:
+        """The dQ tile that the step adds to, 0 <= step < num_steps."""
+        member, step = divmod(step, len(self.m_blocks))
+        return DQTile(self.tile.batch_idx, self.tile.head_idx * self.group_size + member, self.m_blocks[step])
+
+    def get_lock_value(self, step: int) -> int:
+        """The place of the step's addition among those to its dQ tile, 0 <= step < num_steps."""
+        return self.lock_values[step % len(self.m_blocks)]
 
 
 def check(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = None) -> None:
@@ -129,7 +157,7 @@ def _expand_tile(schedule: Schedule, tile: WorkTile, shape: ProblemShape) -> Til
     m_blocks = [schedule.get_m_block(step, tile, shape) for step in range(schedule.get_num_steps(tile, shape))]
     lock_values = [schedule.get_lock_value(m_block, tile, shape) for m_block in m_blocks]
     lock_counts = [schedule.get_lock_count(m_block, tile, shape) for m_block in m_blocks]
-    return TileOrder(tile, m_blocks, lock_values, lock_counts)
+    return TileOrder(tile, m_blocks, lock_values, lock_counts, shape.group_size)
 
 
 def _select(schedule: Schedule, shape: ProblemShape) -> Schedule:
@@ -256,8 +284,8 @@ class _Run:
     def __init__(self, orders: list[TileOrder]) -> None:
         self.orders = orders
         self.steps = [0] * len(orders)  # next step of each tile
-        self.turns: dict[tuple[int, int, int], int] = {}  # (batch_idx, head_idx, m_block) -> lock value that may add
-        self.waiting: dict[tuple[int, int, int, int], int] = {}  # the same with a lock value -> work_idx
+        self.turns: dict[DQTile, int] = {}  # lock value that may add
+        self.waiting: dict[tuple[DQTile, int], int] = {}  # dQ tile and lock value -> work_idx
 
     def play(self, num_ctas: int) -> int:
         """Run until all is done or nothing moves; returns how many tiles were claimed."""
@@ -273,16 +301,16 @@ class _Run:
 
     def _advance(self, work_idx: int, runnable: list[int]) -> bool:
         """Take steps of one tile until it waits or is done (True); the tiles it lets go on become runnable."""
-        tile, m_blocks, lock_values, _ = self.orders[work_idx]
-        for step in range(self.steps[work_idx], len(m_blocks)):
-            dq_tile = (tile.batch_idx, tile.head_idx, m_blocks[step])
+        order = self.orders[work_idx]
+        for step in range(self.steps[work_idx], order.num_steps):
+            dq_tile, lock_value = order.get_dq_tile(step), order.get_lock_value(step)
             turn = self.turns.get(dq_tile, 0)
-            if lock_values[step] != turn:
-                self.waiting[(*dq_tile, lock_values[step])] = work_idx
+            if lock_value != turn:
+                self.waiting[dq_tile, lock_value] = work_idx
                 return False
             self.turns[dq_tile] = turn + 1
             self.steps[work_idx] = step + 1
-            woken = self.waiting.pop((*dq_tile, turn + 1), None)
+            woken = self.waiting.pop((dq_tile, turn + 1), None)
             if woken is not None:
                 runnable.append(woken)
         return True
@@ -295,14 +323,15 @@ def _check_progress(orders: list[TileOrder], num_ctas: int) -> None:
         return
     stuck = min(run.waiting.values())
     tile, step = orders[stuck].tile, run.steps[stuck]
-    m_block, value = orders[stuck].m_blocks[step], orders[stuck].lock_values[step]
-    turn = run.turns.get((tile.batch_idx, tile.head_idx, m_block), 0)
+    dq_tile, value = orders[stuck].get_dq_tile(step), orders[stuck].get_lock_value(step)
+    m_block, turn = dq_tile.m_block, run.turns.get(dq_tile, 0)
     blocker = _find_contributor(orders, tile, m_block, turn)
     if blocker >= num_claimed:
         state = f"is claimed later (work_idx {blocker})"
     else:
         held = run.steps[blocker]
-        state = f"(work_idx {blocker}) is itself stuck at step {held}, m_block={orders[blocker].m_blocks[held]}"
+        held_m_block = orders[blocker].get_dq_tile(held).m_block
+        state = f"(work_idx {blocker}) is itself stuck at step {held}, m_block={held_m_block}"
     raise ScheduleError(
         f"rule 2 (progress): deadlock with {num_ctas} resident CTAs: {_describe(tile)} (work_idx {stuck}) waits "
         f"at step {step} for lock value {value} of m_block={m_block}, which stands at {turn}; "
@@ -313,8 +342,9 @@ def _check_progress(orders: list[TileOrder], num_ctas: int) -> None:
 
 def _find_contributor(orders: list[TileOrder], like: WorkTile, m_block: int, lock_value: int) -> int:
     """work_idx of the tile of `like`'s stream that adds to `m_block` at `lock_value`."""
-    for work_idx, (tile, m_blocks, lock_values, _) in enumerate(orders):
-        if tile[1:] == like[1:] and m_block in m_blocks and lock_values[m_blocks.index(m_block)] == lock_value:
+    for work_idx, order in enumerate(orders):
+        same_stream, m_blocks = order.tile[1:] == like[1:], order.m_blocks
+        if same_stream and m_block in m_blocks and order.lock_values[m_blocks.index(m_block)] == lock_value:
             return work_idx
     raise AssertionError("rule 1 guarantees a contributor for every lock value")
 
@@ -417,7 +447,8 @@ def _step_pairs(order: TileOrder, other: TileOrder) -> Iterator[dict[str, tuple[
 
 def _check_traceable(schedule: Schedule, shape: ProblemShape, orders: list[TileOrder]) -> None:
     """Run a sample on traced ints; the methods are branch-free, so every line of them runs at the first tile."""
-    extents: Any = {name: TracedInt(getattr(shape, name)) for name in ("batch", "num_heads", "seqlen_q", "seqlen_k")}
+    names = ("batch", "num_heads", "seqlen_q", "seqlen_k", "group_size")
+    extents: Any = {name: TracedInt(getattr(shape, name)) for name in names}
     if shape.window is not None:
         extents["window"] = Window(*map(_trace, shape.window))
     traced_shape = dataclasses.replace(shape, **extents)

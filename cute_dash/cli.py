@@ -138,6 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(SUPPORTED_HEAD_DIMS)
     )
+    command.add_argument(
+        "--grouped",
+        action="store_true",
+        help="the kernels for several query heads per KV head, instead of those for one",
+    )
 
     command = _add_command(commands, "doctor", _doctor, "say what this machine has, and what will not work and why")
     _add_json(command)
@@ -174,6 +179,9 @@ def _add_shape(command: argparse.ArgumentParser) -> None:
     group.add_argument("--seqlen-k", type=_tokens, metavar="TOKENS", help="default: as seqlen-q")
     group.add_argument("--batch", type=_positive, default=1, metavar="N", help="default: %(default)s")
     group.add_argument("--heads", type=_positive, default=4, metavar="N", help="query heads (default: %(default)s)")
+    group.add_argument(
+        "--kv-heads", type=_positive, metavar="N", help="KV heads, a divisor of heads (default: as heads)"
+    )
     group.add_argument("--head-dim", type=int, choices=SUPPORTED_HEAD_DIMS, default=128, help="default: %(default)s")
 
 
@@ -246,8 +254,11 @@ def _shape(args: argparse.Namespace) -> ProblemShape:
     seqlen_k = args.seqlen_k or args.seqlen_q
     mask = args.mask or ("causal" if args.window == (-1, -1) else "full")
     causal, window = normalize_mask(mask == "causal", args.window, args.seqlen_q, seqlen_k)
+    kv_heads = args.kv_heads or args.heads
+    if args.heads % kv_heads:
+        raise UsageError(f"--kv-heads {kv_heads} does not divide --heads {args.heads}")
     config = get_config(args.head_dim, causal, window is not None)
-    return config.make_shape(args.batch, args.heads, args.seqlen_q, seqlen_k, window)
+    return config.make_shape(args.batch, kv_heads, args.seqlen_q, seqlen_k, window, args.heads // kv_heads)
 
 
 # Commands
@@ -454,7 +465,7 @@ def _compile(args: argparse.Namespace) -> int:
         config = get_config(head_dim, mask == "causal", mask == "local")
         for name, schedule in schedules.items():
             try:
-                found = _list_keys(schedule, config, args.dtype)
+                found = _list_keys(schedule, config, args.dtype, args.grouped)
             except ScheduleError as error:
                 broken.setdefault(name, f"{name}: not compiled: {error}")
                 continue
@@ -509,7 +520,7 @@ class _Kernel(NamedTuple):
     cooperative: bool
 
 
-def _list_keys(schedule: Schedule, config: BwdConfig, dtypes: Sequence[str]) -> "list[CompileKey]":
+def _list_keys(schedule: Schedule, config: BwdConfig, dtypes: Sequence[str], grouped: bool) -> "list[CompileKey]":
     """What is to be compiled for a schedule under a configuration, once it has been proved to keep the rules.
 
     Raises:
@@ -523,7 +534,11 @@ def _list_keys(schedule: Schedule, config: BwdConfig, dtypes: Sequence[str]) -> 
         raise ScheduleError(describe_failure(error, schedule)) from error
     for concrete in dict.fromkeys(kernel.schedule for kernel in kernels):
         _check_small(concrete, config)
-    return [CompileKey(config, kernel.schedule, dtype, kernel.cooperative) for dtype in dtypes for kernel in kernels]
+    return [
+        CompileKey(config, kernel.schedule, dtype, kernel.cooperative, grouped=grouped)
+        for dtype in dtypes
+        for kernel in kernels
+    ]
 
 
 def _check_small(schedule: Schedule, config: BwdConfig) -> None:
@@ -579,7 +594,7 @@ def _compile_one(key: "CompileKey", folder: Path) -> str:
 
 
 def _describe_key(key: "CompileKey") -> str:
-    launch = "cooperative" if key.cooperative else "plain"
+    launch = ("grouped heads, " if key.grouped else "") + ("cooperative" if key.cooperative else "plain")
     return f"head dim {key.config.head_dim}, {key.config.mask}, {key.dtype}, {key.schedule!r}, {launch} launch"
 
 
@@ -660,7 +675,8 @@ def _describe(shape: ProblemShape) -> str:
     mask = f"{shape.mask} mask" if shape.window is None else f"window {shape.window.left},{shape.window.right}"
     return (
         f"{mask}, {shape.seqlen_q} x {shape.seqlen_k} tokens ({shape.num_m_blocks} x {shape.num_n_blocks} tiles), "
-        f"batch {shape.batch}, {shape.num_heads} heads"
+        f"batch {shape.batch}, {shape.num_query_heads} heads"
+        + (f", {shape.num_heads} KV heads" if shape.group_size > 1 else "")
     )
 
 

@@ -49,6 +49,7 @@ class CompileKey:
         dtype: "bfloat16" or "float16".
         cooperative: launched cooperatively, for schedules that need several resident CTAs.
         debug: with bounded waits and a record of the additions.
+        grouped: for several query heads per KV head, any number of them.
     """
 
     config: BwdConfig
@@ -56,14 +57,15 @@ class CompileKey:
     dtype: str
     cooperative: bool = False
     debug: bool = False
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
 
     def describe(self) -> str:
-        config = self.config
-        return f"{self.schedule.name} hd{config.head_dim} {config.mask} {self.dtype}" + (" debug" if self.debug else "")
+        flags = [name for name in ("grouped", "debug") if getattr(self, name)]
+        return " ".join((self.schedule.name, f"hd{self.config.head_dim}", self.config.mask, self.dtype, *flags))
 
     def digest(self) -> str:
         """Hex digest of the key, the sources and the versions."""
@@ -97,10 +99,10 @@ def get_backward(key: CompileKey) -> CompiledBackward:
 
 
 def compile_backward(
-    config: BwdConfig, schedule: Schedule, dtype: str = "bfloat16", *, cooperative: bool = False
+    config: BwdConfig, schedule: Schedule, dtype: str = "bfloat16", *, cooperative: bool = False, grouped: bool = False
 ) -> CompiledBackward:
     """`get_backward` by parts; works without a GPU."""
-    return get_backward(CompileKey(config, schedule, dtype, cooperative))
+    return get_backward(CompileKey(config, schedule, dtype, cooperative, grouped=grouped))
 
 
 def cache_dir() -> Path | None:
@@ -126,13 +128,14 @@ def build(key: CompileKey, options: str = "") -> Any:
 
     dtype = getattr(cutlass, DTYPES[key.dtype])
     batch, num_heads, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(4))
+    num_heads_kv = cute.sym_int() if key.grouped else num_heads
 
     def strides(count: int, divisibility: int = 1) -> Any:
         return tuple(cute.sym_int(64, divisibility=divisibility) for _ in range(count))
 
-    def token_tensor(seqlen: Any) -> Any:
+    def token_tensor(seqlen: Any, heads: Any) -> Any:
         # TMA wants 16-byte aligned strides: multiples of 8 elements
-        shape: Any = (batch, seqlen, num_heads, key.config.head_dim)
+        shape: Any = (batch, seqlen, heads, key.config.head_dim)
         return make_fake_tensor(dtype, shape, (*strides(3, divisibility=8), 1), assumed_align=16)
 
     def debug_tensor(shape: Any, stride: Any) -> Any:
@@ -141,16 +144,16 @@ def build(key: CompileKey, options: str = "") -> Any:
     lse = make_fake_tensor(Float32, (batch, num_heads, seqlen_q), strides(3))
     workspace = make_fake_tensor(Float32, (cute.sym_int(64),), (1,), assumed_align=128)
     return cute.compile(
-        AttentionBackward(key.config, dtype, key.schedule, key.cooperative, key.debug),
-        token_tensor(seqlen_q),  # dO
-        token_tensor(seqlen_q),  # Q
-        token_tensor(seqlen_k),  # K
-        token_tensor(seqlen_k),  # V
-        token_tensor(seqlen_q),  # O
+        AttentionBackward(key.config, dtype, key.schedule, key.cooperative, key.debug, key.grouped),
+        token_tensor(seqlen_q, num_heads),  # dO
+        token_tensor(seqlen_q, num_heads),  # Q
+        token_tensor(seqlen_k, num_heads_kv),  # K
+        token_tensor(seqlen_k, num_heads_kv),  # V
+        token_tensor(seqlen_q, num_heads),  # O
         lse,
-        token_tensor(seqlen_q),  # dQ
-        token_tensor(seqlen_k),  # dK
-        token_tensor(seqlen_k),  # dV
+        token_tensor(seqlen_q, num_heads),  # dQ
+        token_tensor(seqlen_k, num_heads_kv),  # dK
+        token_tensor(seqlen_k, num_heads_kv),  # dV
         workspace,
         debug_tensor((cute.sym_int(), cute.sym_int(), cute.sym_int()), (*strides(2), 1)),
         debug_tensor((8,), (1,)),

@@ -68,16 +68,34 @@ class BwdConfig:
             raise ValueError(f"{self} needs {self.smem_bytes} bytes of shared memory, {SMEM_CAPACITY_BYTES} exist")
 
     def make_shape(
-        self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, window: Window | None = None
+        self,
+        batch: int,
+        num_heads: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        window: Window | None = None,
+        group_size: int = 1,
     ) -> ProblemShape:
         """The problem of these extents, ints of either kind, in the tiles and with the mask of this configuration.
+
+        Args:
+            num_heads: KV heads, each with `group_size` query heads.
 
         Raises:
             ValueError: a window for a configuration without one, or none for a local one.
         """
         if (window is not None) != self.local:
             raise ValueError(f"{window=} does not go with local={self.local}")
-        return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, self.tile_m, self.tile_n, self.causal, window)
+        tile_m, tile_n, causal = self.tile_m, self.tile_n, self.causal
+        return ProblemShape(batch, num_heads, seqlen_q, seqlen_k, tile_m, tile_n, causal, window, group_size)
+
+    def make_shape_of(
+        self, q_shape: tuple[int, ...], k_shape: tuple[int, ...], window: Window | None = None
+    ) -> ProblemShape:
+        """The problem of q (batch, seqlen_q, num_heads, head_dim) and k (batch, seqlen_k, num_heads_kv, head_dim)."""
+        batch, seqlen_q, num_heads, _ = q_shape
+        _, seqlen_k, num_heads_kv, _ = k_shape
+        return self.make_shape(batch, num_heads_kv, seqlen_q, seqlen_k, window, num_heads // num_heads_kv)
 
     @property
     def mask(self) -> str:

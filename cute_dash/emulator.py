@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_dash.check import ScheduleError
+from cute_dash.check import DQTile, ScheduleError
 from cute_dash.config import BwdConfig, get_config
 from cute_dash.problem import ProblemShape, Window, normalize_mask
 from cute_dash.registry import resolve
@@ -43,7 +43,7 @@ def forward(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16, fp16 or fp32.
-        k, v: (batch, seqlen_k, num_heads, head_dim), dtype of q.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), dtype of q; num_heads_kv divides num_heads.
         softmax_scale: factor on Q K^T.
         causal: bottom-right aligned causal mask.
         window_size: sliding window (left, right), -1 for no limit.
@@ -53,7 +53,7 @@ def forward(
         sees no key has out 0 and LSE -inf.
     """
     batch, seqlen_q, num_heads, _ = q.shape
-    seqlen_k = k.shape[1]
+    seqlen_k, group_size = k.shape[1], num_heads // k.shape[2]
     window = _as_window(*normalize_mask(causal, window_size, seqlen_q, seqlen_k), seqlen_k)
     visible = window and _visible(range(seqlen_q), range(seqlen_k), seqlen_k - seqlen_q, window, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -61,13 +61,13 @@ def forward(
     q, k, v = _to_streams(q), _to_streams(k), _to_streams(v)
     for b in range(batch):
         for h in range(num_heads):
-            scores = q[b, h] @ k[b, h].T * softmax_scale  # (seqlen_q, seqlen_k)
+            scores = q[b, h] @ k[b, h // group_size].T * softmax_scale  # (seqlen_q, seqlen_k)
             if visible is not None:
                 scores = scores.masked_fill(~visible, -math.inf)
             lse[b, h] = torch.logsumexp(scores, dim=-1)
             # exp(-inf - -inf) of a row without keys is NaN: give such a row any finite LSE, its exp is then 0
             finite_lse = lse[b, h].masked_fill(lse[b, h] == -math.inf, 0.0)
-            out[b, :, h] = torch.exp(scores - finite_lse[:, None]) @ v[b, h]
+            out[b, :, h] = torch.exp(scores - finite_lse[:, None]) @ v[b, h // group_size]
     return out, lse
 
 
@@ -90,7 +90,7 @@ def backward(
 
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim), bf16, fp16 or fp32, one dtype.
-        k, v: (batch, seqlen_k, num_heads, head_dim), same dtype.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), same dtype; num_heads_kv divides num_heads.
         lse: (batch, num_heads, seqlen_q), fp32, natural logarithm.
         softmax_scale: factor on Q K^T.
         causal: bottom-right aligned causal mask.
@@ -108,10 +108,9 @@ def backward(
         ScheduleError: no CTA can go on (naming a stuck tile), or a dQ tile did not get all its contributions.
         ValueError: unknown schedule, or one that cannot implement the shape; unsupported head dim.
     """
-    batch, seqlen_q, num_heads, head_dim = q.shape
-    causal, window = normalize_mask(causal, window_size, seqlen_q, k.shape[1])
-    config = config or get_config(head_dim, causal, window is not None)
-    shape = ProblemShape(batch, num_heads, seqlen_q, k.shape[1], config.tile_m, config.tile_n, causal, window)
+    causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
+    config = config or get_config(q.shape[-1], causal, window is not None)
+    shape = config.make_shape_of(q.shape, k.shape, window)
     operands = _Operands(
         q=_to_streams(q),
         k=_to_streams(k),
@@ -130,7 +129,10 @@ def backward(
 
 @dataclass(frozen=True)
 class _Operands:
-    """Inputs of the main loop: (batch, num_heads, seqlen, head_dim) fp32; row statistics (batch, num_heads, seqlen_q)."""
+    """Inputs of the main loop: (batch, num_heads or num_heads_kv, seqlen, head_dim) fp32.
+
+    The row statistics are (batch, num_heads, seqlen_q).
+    """
 
     q: Tensor
     k: Tensor
@@ -147,12 +149,8 @@ class _Wait:
     """What a CTA needs before its next dQ add: the dQ tile's counter at `lock_value`."""
 
     tile: WorkTile
-    m_block: int
+    dq_tile: DQTile
     lock_value: int
-
-    @property
-    def dq_tile(self) -> tuple[int, int, int]:
-        return self.tile.batch_idx, self.tile.head_idx, self.m_block
 
 
 class _BackwardRun:
@@ -166,7 +164,8 @@ class _BackwardRun:
         self.dq = torch.full_like(operands.q, math.nan if schedule.ordered else 0.0)
         self.dk = torch.zeros_like(operands.k)
         self.dv = torch.zeros_like(operands.v)
-        self.num_added = torch.zeros(shape.batch, shape.num_heads, shape.num_m_blocks, dtype=torch.int32).tolist()
+        num_dq_tiles = (shape.batch, shape.num_query_heads, shape.num_m_blocks)
+        self.num_added = torch.zeros(num_dq_tiles, dtype=torch.int32).tolist()
 
     def execute(self, interleaving: int | None) -> None:
         """Runs all work tiles; afterwards dq, dk, dv are complete but for the softmax scale."""
@@ -200,23 +199,28 @@ class _BackwardRun:
                 running[picked] = cta, next_wait
 
     def _work_tile(self, tile: WorkTile) -> Iterator[_Wait]:
-        """One work tile: yields before each dQ add and is resumed when that add's turn has come."""
+        """One work tile: yields before each dQ add and is resumed when that add's turn has come.
+
+        Head after head of the group takes the tile's steps; dk and dv add up over all of them.
+        """
         n_block, h, b = tile
         keys = _tile_slice(n_block, self.shape.tile_n, self.shape.seqlen_k)
         dk, dv = torch.zeros_like(self.dk[b, h, keys]), torch.zeros_like(self.dv[b, h, keys])
-        for step in range(self.schedule.get_num_steps(tile, self.shape)):
-            m_block = self.schedule.get_m_block(step, tile, self.shape)
-            dq_partial = self._step(m_block, tile, dk, dv)
-            yield _Wait(tile, m_block, self.schedule.get_lock_value(m_block, tile, self.shape))
-            self._add_dq(m_block, tile, dq_partial)
+        for member in range(self.shape.group_size):
+            for step in range(self.schedule.get_num_steps(tile, self.shape)):
+                m_block = self.schedule.get_m_block(step, tile, self.shape)
+                dq_tile = DQTile(b, h * self.shape.group_size + member, m_block)
+                dq_partial = self._step(dq_tile, tile, dk, dv)
+                yield _Wait(tile, dq_tile, self.schedule.get_lock_value(m_block, tile, self.shape))
+                self._add_dq(dq_tile, dq_partial)
         self.dk[b, h, keys], self.dv[b, h, keys] = dk, dv
 
-    def _step(self, m_block: int, tile: WorkTile, dk: Tensor, dv: Tensor) -> Tensor:
+    def _step(self, dq_tile: DQTile, tile: WorkTile, dk: Tensor, dv: Tensor) -> Tensor:
         """The five GEMMs of one tile: adds to dk and dv (tile_n, head_dim), returns this tile's dQ (tile_m, head_dim)."""
-        x, shape, (n_block, h, b) = self.operands, self.shape, tile
+        x, shape, (n_block, h_kv, _), (b, h, m_block) = self.operands, self.shape, tile, dq_tile
         rows = _tile_slice(m_block, shape.tile_m, shape.seqlen_q)
         keys = _tile_slice(n_block, shape.tile_n, shape.seqlen_k)
-        q, dout, k, v = x.q[b, h, rows], x.dout[b, h, rows], x.k[b, h, keys], x.v[b, h, keys]
+        q, dout, k, v = x.q[b, h, rows], x.dout[b, h, rows], x.k[b, h_kv, keys], x.v[b, h_kv, keys]
         p = torch.exp2(q @ k.T * x.scale_log2 - x.lse_log2[b, h, rows, None])  # (tile_m, tile_n)
         window = _as_window(shape.causal, shape.window, shape.seqlen_k)
         if window and shape.needs_mask(m_block, n_block):
@@ -228,13 +232,13 @@ class _BackwardRun:
         dk += ds.T @ q
         return ds @ k
 
-    def _add_dq(self, m_block: int, tile: WorkTile, dq_partial: Tensor) -> None:
-        b, h = tile.batch_idx, tile.head_idx
-        dq_tile = self.dq[b, h, _tile_slice(m_block, self.shape.tile_m, self.shape.seqlen_q)]
+    def _add_dq(self, dq_tile: DQTile, dq_partial: Tensor) -> None:
+        b, h, m_block = dq_tile
+        target = self.dq[b, h, _tile_slice(m_block, self.shape.tile_m, self.shape.seqlen_q)]
         if self.schedule.ordered and self.num_added[b][h][m_block] == 0:
-            dq_tile.copy_(dq_partial)
+            target.copy_(dq_partial)
         else:
-            dq_tile.add_(dq_partial)
+            target.add_(dq_partial)
         self.num_added[b][h][m_block] += 1
 
     def _is_ready(self, wait: _Wait) -> bool:
@@ -248,7 +252,7 @@ class _BackwardRun:
     def _describe_deadlock(self, num_ctas: int, wait: _Wait) -> str:
         return (
             f"schedule {self.schedule.name!r} deadlocks with {num_ctas} resident CTAs: {wait.tile} waits for lock value "
-            f"{wait.lock_value} of dQ tile m_block={wait.m_block}, which stays at {self._num_added(wait)}; every other "
+            f"{wait.lock_value} of dQ tile m_block={wait.dq_tile.m_block}, which stays at {self._num_added(wait)}; every other "
             f"resident work tile waits too (min_resident_ctas says {self.schedule.min_resident_ctas(self.shape)})"
         )
 
@@ -256,7 +260,7 @@ class _BackwardRun:
         """Zeroes the dQ tiles that no KV tile reaches and makes sure that all others are complete."""
         shape = self.shape
         for b in range(shape.batch):
-            for h in range(shape.num_heads):
+            for h in range(shape.num_query_heads):
                 for m_block in range(shape.num_m_blocks):
                     expected = shape.get_n_block_max(m_block) - shape.get_n_block_min(m_block)
                     if (added := self.num_added[b][h][m_block]) != expected:

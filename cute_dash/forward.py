@@ -35,7 +35,7 @@ def forward(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16, CUDA.
-        k, v: (batch, seqlen_k, num_heads, head_dim), same dtype and device.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), same dtype and device; num_heads_kv divides num_heads.
         softmax_scale: factor on Q K^T, above 0.
         causal: bottom-right aligned causal mask.
         window_size: sliding window (left, right), -1 for no limit.
@@ -105,7 +105,8 @@ def _cudnn_applies(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
         return False
     make_params: Any = torch.backends.cuda.SDPAParams  # torch declares other parameters than this C++ class takes
     heads_first = (x.detach().transpose(1, 2) for x in (q, k, v))
-    return torch.backends.cuda.can_use_cudnn_attention(make_params(*heads_first, None, 0.0, causal, False))
+    grouped = q.shape[2] != k.shape[2]
+    return torch.backends.cuda.can_use_cudnn_attention(make_params(*heads_first, None, 0.0, causal, grouped))
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -125,10 +126,13 @@ def _flash_forward(
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
 ) -> tuple[Tensor, Tensor]:
-    batch, seqlen_q, num_heads, head_dim = q.shape
+    batch, seqlen_q, num_heads, _ = q.shape
     window_left, window_right = (None if side < 0 else side for side in window_size)
+    if seqlen_q == 1:
+        # for a single query FlashAttention-2 would take the query heads of a group for queries, and may split the keys
+        k, v = (x.repeat_interleave(num_heads // x.shape[2], dim=2) for x in (k, v))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(x.reshape(-1, num_heads, head_dim) for x in (q, k, v)),
+        *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)),
         cum_seq_q=_cumulative(batch, seqlen_q, q.device),
         cum_seq_k=_cumulative(batch, k.shape[1], q.device),
         max_q=seqlen_q,

@@ -32,7 +32,8 @@ def flash_attn_func(
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16 (on the CPU also fp32); head_dim 64 or 128. Any strides
             with a contiguous last dim are taken as they are if 16-byte aligned, others are copied.
-        k, v: (batch, seqlen_k, num_heads, head_dim), dtype and device of q.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_kv divides num_heads: each KV head
+            serves num_heads / num_heads_kv query heads in a row (GQA; MQA with one KV head).
         softmax_scale: factor on Q K^T, above 0; default 1 / sqrt(head_dim).
         causal: bottom-right aligned causal mask: query i sees keys 0 .. i + seqlen_k - seqlen_q.
         window_size: sliding window (left, right) in tokens: query i sees keys i + seqlen_k - seqlen_q - left ..
@@ -76,7 +77,8 @@ def attention_backward(
         lse: (batch, num_heads, seqlen_q), fp32, natural logarithm.
 
     Returns:
-        dq, dk, dv in the shapes of q, k, v, contiguous, in the input dtype.
+        dq, dk, dv in the shapes of q, k, v, contiguous, in the input dtype. dk and dv add up over the query heads of their
+        KV head in fp32 and are rounded once.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.

@@ -15,7 +15,7 @@ from cute_dash.compile import CompiledBackward, CompileKey, get_backward
 from cute_dash.config import BwdConfig, get_config
 from cute_dash.device import num_sms, on_device
 from cute_dash.kernels.workspace import WorkspaceLayout
-from cute_dash.problem import ProblemShape, Window, normalize_mask
+from cute_dash.problem import Window, normalize_mask
 from cute_dash.schedule import Schedule
 
 _fill_settings: Any = torch.utils.deterministic  # a module with a property, of which its types do not tell
@@ -45,7 +45,7 @@ def backward(
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16; strides TMA can use: last one 1, others
             multiples of 8 elements, pointers 16-byte aligned.
-        k, v: (batch, seqlen_k, num_heads, head_dim), likewise.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), likewise; num_heads_kv divides num_heads.
         lse: (batch, num_heads, seqlen_q), fp32, natural log; -inf for rows that see no key.
         schedule: a concrete schedule (`registry.resolve`).
         config: for experiments, another configuration than `get_config` says, with other tiles other bits too.
@@ -82,8 +82,8 @@ def record_order(
     """
     causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
     config = get_config(q.shape[-1], causal, window is not None)
-    shape = get_shape(q, k, config, window)
-    size = (shape.num_streams, shape.num_m_blocks, shape.num_n_blocks + 1)
+    shape = config.make_shape_of(q.shape, k.shape, window)
+    size = (shape.batch * shape.num_query_heads, shape.num_m_blocks, shape.num_n_blocks + 1)
     record = torch.full(size, -1, dtype=torch.int32, device=q.device)
     record[..., 0] = 0
     stuck = torch.zeros(8, dtype=torch.int32, device=q.device)
@@ -94,13 +94,7 @@ def record_order(
             f"schedule {schedule.name!r}: {count} waits were given up, first the one of KV tile {n_block=} for its turn "
             f"on dQ tile {m_block=} of {batch_idx=}, {head_idx=}: {lock_value=}, but the semaphore stayed at {seen}"
         )
-    return gradients, record[..., 1:].view(shape.batch, shape.num_heads, shape.num_m_blocks, shape.num_n_blocks)
-
-
-def get_shape(q: torch.Tensor, k: torch.Tensor, config: BwdConfig, window: Window | None = None) -> ProblemShape:
-    """The problem's extents under a configuration's tiles."""
-    batch, seqlen_q, num_heads, _ = q.shape
-    return config.make_shape(batch, num_heads, seqlen_q, k.shape[1], window)
+    return gradients, record[..., 1:].view(shape.batch, shape.num_query_heads, shape.num_m_blocks, shape.num_n_blocks)
 
 
 @dataclass(frozen=True)
@@ -118,19 +112,19 @@ def _plan(
     window: Window | None,
     schedule: Schedule,
     q_shape: tuple[int, ...],
-    seqlen_k: int,
+    k_shape: tuple[int, ...],
     dtype: torch.dtype,
     device_index: int,
     debug: bool,
 ) -> _Plan:
-    batch, seqlen_q, num_heads, _ = q_shape
-    shape = config.make_shape(batch, num_heads, seqlen_q, seqlen_k, window)
-    layout = WorkspaceLayout(shape.num_streams, shape.num_m_blocks, config)
+    shape = config.make_shape_of(q_shape, k_shape, window)
+    layout = WorkspaceLayout(shape.batch * shape.num_query_heads, shape.num_m_blocks, config)
     key = CompileKey(
         config,
         schedule,
         dtype="bfloat16" if dtype is torch.bfloat16 else "float16",
         cooperative=schedule.min_resident_ctas(shape) > 1,
+        grouped=shape.group_size > 1,
         debug=debug,
     )
     return _Plan(get_backward(key), layout.size, min(num_sms(device_index), shape.num_work_tiles))
@@ -163,7 +157,7 @@ def _launch(
 ) -> Gradients:
     _, q, k, v, _, lse = inputs
     debug = record is not None
-    plan = _plan(config, window, schedule, q.shape, k.shape[1], q.dtype, q.device.index, debug)  # type: ignore[arg-type]
+    plan = _plan(config, window, schedule, q.shape, k.shape, q.dtype, q.device.index, debug)  # type: ignore[arg-type]
     dq, dk, dv = (_empty(x) for x in (q, k, v))
     workspace = _empty(lse, plan.workspace_elements)
     window_sides = window or (0, 0)  # which a kernel without a window does not read

@@ -58,12 +58,14 @@ class ProblemShape:
 
     Attributes:
         batch: sequences.
-        num_heads: query heads.
+        num_heads: KV heads; a schedule sees no others.
         seqlen_q, seqlen_k: tokens, at least 1.
         tile_m, tile_n: tokens a Q tile and a KV tile cover (Python ints, known when the kernel is compiled).
         causal: bottom-right aligned: query i sees keys 0 .. i + seqlen_k - seqlen_q (Python bool).
         window: limits on both sides, see `Window`; None for the full and the causal mask. Whether there is one is known
             when the kernel is compiled, its sides are ints like the extents: at most seqlen_k - 1 and seqlen_q - 1.
+        group_size: query heads per KV head. A work tile walks its steps once for each of them, in the same order with the
+            same lock values, so a schedule need not know it.
     """
 
     batch: int
@@ -74,6 +76,7 @@ class ProblemShape:
     tile_n: int
     causal: bool
     window: Window | None = None
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         if self.causal and self.window is not None:
@@ -103,8 +106,13 @@ class ProblemShape:
 
     @property
     def num_streams(self) -> int:
-        """(batch, query head) pairs; tiles of different streams never touch the same gradient."""
+        """(batch, KV head) pairs; tiles of different streams never touch the same gradient."""
         return self.batch * self.num_heads
+
+    @property
+    def num_query_heads(self) -> int:
+        """Query heads: group_size for each KV head, the first KV head's first."""
+        return self.num_heads * self.group_size
 
     @property
     def num_work_tiles(self) -> int:

@@ -14,7 +14,10 @@ from cute_dash.problem import ProblemShape
 
 
 class WorkTile(NamedTuple):
-    """One KV tile of one (batch, query head): what a CTA works on between two epilogues."""
+    """One KV tile of one (batch, KV head): what a CTA works on between two epilogues.
+
+    With several query heads per KV head the CTA walks the tile's steps once for each of them, one after the other.
+    """
 
     n_block: int
     head_idx: int
@@ -51,7 +54,10 @@ class Schedule(Protocol):
         """Tile order: the work tile claimed as number `work_idx`, 0 <= work_idx < shape.num_work_tiles."""
 
     def get_num_steps(self, tile: WorkTile, shape: ProblemShape) -> int:
-        """How many m_blocks the work tile visits; 0 where no query sees its keys, which only a window can do."""
+        """How many m_blocks the work tile visits, for each query head of its KV head.
+
+        0 where no query sees its keys, which only a window can do.
+        """
 
     def get_m_block(self, step: int, tile: WorkTile, shape: ProblemShape) -> int:
         """Loop order: the m_block visited at `step`; a bijection from steps onto the work tile's m_blocks."""

@@ -2,7 +2,8 @@
 
 Host, with torch; works on tensors of any device. The references are written from the formulas of attention and its
 gradient, whole matrices at once: no tiles, no schedule, no autograd, so that they share nothing with what they judge.
-Lengths are in tokens; tensors are (batch, seqlen, num_heads, head_dim), LSE is (batch, num_heads, seqlen_q).
+Lengths are in tokens; tensors are (batch, seqlen, num_heads, head_dim), k and v with num_heads_kv heads, which divides
+num_heads; LSE is (batch, num_heads, seqlen_q).
 """
 
 import math
@@ -30,18 +31,23 @@ def random_inputs(
     num_heads: int,
     head_dim: int,
     *,
+    num_heads_kv: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: "torch.device | str" = "cpu",
     seed: int = 0,
 ) -> AttentionInputs:
-    """Standard normal q, dout (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, ...)."""
+    """Standard normal q, dout (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, num_heads_kv, ...).
+
+    num_heads_kv is num_heads unless given.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(seqlen: int) -> Tensor:
-        x = torch.randn(batch, seqlen, num_heads, head_dim, generator=generator, device=device)
-        return x.to(dtype)
+    def normal(seqlen: int, heads: int) -> Tensor:
+        return torch.randn(batch, seqlen, heads, head_dim, generator=generator, device=device).to(dtype)
 
-    return AttentionInputs(q=normal(seqlen_q), k=normal(seqlen_k), v=normal(seqlen_k), dout=normal(seqlen_q))
+    heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+    q, k, v = normal(seqlen_q, num_heads), normal(seqlen_k, heads_kv), normal(seqlen_k, heads_kv)
+    return AttentionInputs(q, k, v, dout=normal(seqlen_q, num_heads))
 
 
 def attention_forward_ref(
@@ -53,8 +59,9 @@ def attention_forward_ref(
         out (batch, seqlen_q, num_heads, head_dim) and LSE (batch, num_heads, seqlen_q), both fp64. A query that sees
         no key has out 0 and LSE -inf.
     """
-    p, lse = _softmax(q.double(), k.double(), softmax_scale, causal, window_size)
-    return torch.einsum("bhmn,bnhd->bmhd", p, v.double()), lse
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    p, lse = _softmax(q.double(), k, softmax_scale, causal, window_size)
+    return torch.einsum("bhmn,bnhd->bmhd", p, v), lse
 
 
 def attention_backward_ref(
@@ -73,11 +80,12 @@ def attention_backward_ref(
     Returns:
         dq, dk, dv in the shapes of q, k, v, fp64; rows of dq whose query sees no key are 0.
     """
-    dout, q, k, v = dout.double(), q.double(), k.double(), v.double()
+    num_heads_kv = k.shape[2]
+    dout, q, k, v = dout.double(), q.double(), _repeat_heads(k, q), _repeat_heads(v, q)
     p, _ = _softmax(q, k, softmax_scale, causal, window_size)
     dp = torch.einsum("bmhd,bnhd->bhmn", dout, v)
     ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True)) * softmax_scale
-    return _gradients(p, ds, dout, q, k)
+    return _gradients(p, ds, dout, q, k, num_heads_kv)
 
 
 def attention_backward_rounded(
@@ -97,14 +105,19 @@ def attention_backward_rounded(
     Returns:
         dq, dk, dv in the shapes of q, k, v and the input dtype.
     """
-    dtype = q.dtype
-    dout, q, k, v = dout.double(), q.double(), k.double(), v.double()
+    dtype, num_heads_kv = q.dtype, k.shape[2]
+    dout, q, k, v = dout.double(), q.double(), _repeat_heads(k, q), _repeat_heads(v, q)
     p, _ = _softmax(q, k, softmax_scale, causal, window_size)
     out = torch.einsum("bhmn,bnhd->bmhd", p, v).to(dtype).double()
     dpsum = (dout * out).sum(dim=-1).transpose(1, 2)  # (batch, num_heads, seqlen_q)
     ds = p * (torch.einsum("bmhd,bnhd->bhmn", dout, v) - dpsum[..., None])
-    dq, dk, dv = _gradients(p.to(dtype).double(), ds.to(dtype).double(), dout, q, k)
+    dq, dk, dv = _gradients(p.to(dtype).double(), ds.to(dtype).double(), dout, q, k, num_heads_kv)
     return (dq * softmax_scale).to(dtype), (dk * softmax_scale).to(dtype), dv.to(dtype)
+
+
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """k or v in fp64 with a head of its own for each query head."""
+    return x.double().repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
 def _softmax(
@@ -125,11 +138,15 @@ def _softmax(
     return torch.where(lse[..., None] == -math.inf, torch.zeros_like(p), p), lse
 
 
-def _gradients(p: Tensor, ds: Tensor, dout: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ = dS K, dK = dS^T Q, dV = P^T dO."""
+def _gradients(
+    p: Tensor, ds: Tensor, dout: Tensor, q: Tensor, k: Tensor, num_heads_kv: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ = dS K, dK = dS^T Q, dV = P^T dO; dK and dV summed over the query heads of each KV head."""
     dq = torch.einsum("bhmn,bnhd->bmhd", ds, k)
     dk = torch.einsum("bhmn,bmhd->bnhd", ds, q)
     dv = torch.einsum("bhmn,bmhd->bnhd", p, dout)
+    batch, seqlen_k, _, head_dim = dk.shape
+    dk, dv = (x.reshape(batch, seqlen_k, num_heads_kv, -1, head_dim).sum(dim=3) for x in (dk, dv))
     return dq, dk, dv
 
 

@@ -82,7 +82,10 @@ def check_softcap(softcap: float) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes, dtypes and devices of q (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, ...)."""
+    """Shapes, dtypes and devices of q (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, num_heads_kv, ...).
+
+    num_heads_kv divides num_heads.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: 4-D (batch, seqlen, num_heads, head_dim)")
@@ -94,13 +97,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     batch, _, num_heads, head_dim = q.shape
     if head_dim not in SUPPORTED_HEAD_DIMS:
         raise ValueError(f"q has head_dim {head_dim}; allowed: {SUPPORTED_HEAD_DIMS}")
-    if k.shape[2] != num_heads:
-        raise ValueError(
-            f"k has {k.shape[2]} heads and q has {num_heads}: grouped-query attention is not supported yet; "
-            f"allowed: as many heads as q ({num_heads})"
-        )
-    _check_shape("k", k, (batch, k.shape[1], num_heads, head_dim))
+    check_num_heads(num_heads, k.shape[2])
+    _check_shape("k", k, (batch, k.shape[1], k.shape[2], head_dim))
     _check_shape("v", v, tuple(k.shape))
+
+
+def check_num_heads(num_heads: int, num_heads_kv: int) -> None:
+    """Every KV head has the same number of query heads."""
+    if num_heads % num_heads_kv:
+        divisors = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        raise ValueError(
+            f"k has {num_heads_kv} heads and q has {num_heads}; allowed: a divisor of {num_heads} ({divisors})"
+        )
 
 
 def check_backward_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -136,19 +144,19 @@ def resolve_schedule(
             the device has SMs (one CTA of the backward kernel fills an SM).
     """
     device_sms = num_sms(q.device.index) if q.device.type == "cuda" else None
-    return _resolve_for(spec, q.shape, k.shape[1], causal, window_size, device_sms)  # type: ignore[arg-type]  # a protocol cannot promise a hash
+    return _resolve_for(spec, q.shape, k.shape, causal, window_size, device_sms)  # type: ignore[arg-type]  # a protocol cannot promise a hash
 
 
 @lru_cache(maxsize=1024)
 def _resolve_for(
     spec: "str | Schedule",
     q_shape: tuple[int, ...],
-    seqlen_k: int,
+    k_shape: tuple[int, ...],
     causal: bool,
     window_size: tuple[int, int],
     device_sms: int | None,
 ) -> Schedule:
-    shape = _make_shape(q_shape, seqlen_k, causal, window_size)
+    shape = _make_shape(q_shape, k_shape, causal, window_size)
     check_index_range(shape)
     schedule = _resolve(spec, shape)
     if device_sms is not None:
@@ -158,7 +166,7 @@ def _resolve_for(
 
 def check_index_range(shape: ProblemShape) -> None:
     """Raises ValueError if the problem has more tiles than 32-bit indices number."""
-    num_tiles = shape.num_streams * max(shape.num_m_blocks, shape.num_n_blocks)
+    num_tiles = shape.batch * shape.num_query_heads * max(shape.num_m_blocks, shape.num_n_blocks)
     if num_tiles > MAX_TILES:
         raise ValueError(f"{shape} has {num_tiles} tiles in its longer direction; allowed: at most {MAX_TILES}")
 
@@ -174,13 +182,14 @@ def check_residency(schedule: Schedule, shape: ProblemShape, num_sms: int) -> No
 
 def get_shape(q: Tensor, k: Tensor, causal: bool, window_size: tuple[int, int] = (-1, -1)) -> ProblemShape:
     """The problem in the tiles of the kernel that is compiled for this head dim and mask."""
-    return _make_shape(q.shape, k.shape[1], causal, window_size)
+    return _make_shape(q.shape, k.shape, causal, window_size)
 
 
-def _make_shape(q_shape: tuple[int, ...], seqlen_k: int, causal: bool, window_size: tuple[int, int]) -> ProblemShape:
-    batch, seqlen_q, num_heads, head_dim = q_shape
-    causal, window = normalize_mask(causal, window_size, seqlen_q, seqlen_k)
-    return get_config(head_dim, causal, window is not None).make_shape(batch, num_heads, seqlen_q, seqlen_k, window)
+def _make_shape(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], causal: bool, window_size: tuple[int, int]
+) -> ProblemShape:
+    causal, window = normalize_mask(causal, window_size, q_shape[1], k_shape[1])
+    return get_config(q_shape[-1], causal, window is not None).make_shape_of(q_shape, k_shape, window)
 
 
 def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
@@ -193,8 +202,8 @@ def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
 def prove(schedule: Schedule, shape: ProblemShape) -> None:
     """Checks a schedule that this package's own tests do not, before a kernel hangs on it or adds in a wrong order.
 
-    Of a problem with more than MAX_PROVEN_STEPS steps a part is checked: fewer streams and, if one is still too long, its
-    first tokens. It takes about a second.
+    Of a problem with more than MAX_PROVEN_STEPS steps a part is checked: fewer streams and, if one is still too long, two of
+    its query heads and its first tokens. It takes about a second.
 
     Raises:
         ScheduleError: a ValueError that names the first rule broken and where.
@@ -203,17 +212,19 @@ def prove(schedule: Schedule, shape: ProblemShape) -> None:
 
 
 def _part_to_prove(shape: ProblemShape) -> ProblemShape:
-    steps_per_stream = shape.num_m_blocks * shape.num_n_blocks
+    steps_per_stream = shape.num_m_blocks * shape.num_n_blocks * shape.group_size
     if shape.num_streams * steps_per_stream <= MAX_PROVEN_STEPS:
         return shape
+    if steps_per_stream > MAX_PROVEN_STEPS and shape.group_size > 2:
+        return _part_to_prove(replace(shape, group_size=2))
     seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
     if steps_per_stream > MAX_PROVEN_STEPS:
-        longest = math.isqrt(MAX_PROVEN_STEPS * shape.tile_m * shape.tile_n)
+        longest = math.isqrt(MAX_PROVEN_STEPS * shape.tile_m * shape.tile_n // shape.group_size)
         cut = max(min(seqlen_q, seqlen_k) - longest, 0)  # of both alike: the mask depends on their difference
         seqlen_q, seqlen_k = min(seqlen_q - cut, 2 * longest), min(seqlen_k - cut, 2 * longest)
     window = shape.window and Window(min(shape.window.left, seqlen_k - 1), min(shape.window.right, seqlen_q - 1))
     part = replace(shape, batch=1, num_heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window)
-    num_heads = MAX_PROVEN_STEPS // (part.num_m_blocks * part.num_n_blocks)
+    num_heads = MAX_PROVEN_STEPS // (part.num_m_blocks * part.num_n_blocks * part.group_size)
     return replace(part, num_heads=max(min(num_heads, shape.num_streams), 1))
 
 

@@ -16,10 +16,22 @@ from cute_dash.schedule import Schedule
 
 
 class AttentionBackward:
-    """One configuration, dtype and schedule of the backward call; `__call__` is what gets compiled."""
+    """One configuration, dtype and schedule of the backward call; `__call__` is what gets compiled.
 
-    def __init__(self, config: BwdConfig, dtype, schedule: Schedule, cooperative: bool, debug: bool = False):
+    `grouped` compiles the loop over the query heads of a KV head in; their number is known at run time.
+    """
+
+    def __init__(
+        self,
+        config: BwdConfig,
+        dtype,
+        schedule: Schedule,
+        cooperative: bool,
+        debug: bool = False,
+        grouped: bool = False,
+    ):
         self.config = config
+        self.grouped = grouped
         self.cooperative = cooperative
         self.debug = debug
         self.pre = FlashAttentionBackwardPreprocess(config, clear_dQaccum=not schedule.ordered)
@@ -51,7 +63,7 @@ class AttentionBackward:
 
         Args:
             mdO, mQ, mO, mdQ: (batch, seqlen_q, num_heads, head_dim), 16 bit.
-            mK, mV, mdK, mdV: (batch, seqlen_k, num_heads, head_dim), 16 bit.
+            mK, mV, mdK, mdV: (batch, seqlen_k, num_heads_kv, head_dim), 16 bit; num_heads_kv = num_heads unless grouped.
             mLSE: (batch, num_heads, seqlen_q), fp32, natural log.
             mWorkspace: (WorkspaceLayout.size,), fp32, uninitialised.
             mRecord: debug builds: (batch * num_heads, num_m_blocks, num_n_blocks + 1), int32, zeros.
@@ -65,7 +77,10 @@ class AttentionBackward:
         )
         mLSE = select_modes(mLSE, (2, 1, 0))
         seqlen_q, _, num_heads, batch = mQ.shape
-        extents = Extents(Int32(batch), Int32(num_heads), Int32(seqlen_q), Int32(mK.shape[0]))
+        seqlen_k, _, num_heads_kv, _ = mK.shape
+        extents = Extents(Int32(batch), Int32(num_heads_kv), Int32(seqlen_q), Int32(seqlen_k))
+        if const_expr(self.grouped):
+            extents = extents._replace(group_size=Int32(num_heads) // Int32(num_heads_kv))
         if const_expr(self.config.local):
             extents = extents._replace(window_left=window_left, window_right=window_right)
         mStats, mdQaccum, mSemaphore, mCounter = self.split_workspace(mWorkspace, extents)
@@ -83,7 +98,7 @@ class AttentionBackward:
     def split_workspace(self, mWorkspace: cute.Tensor, extents: Extents):
         """The tensors that share the workspace; see `WorkspaceLayout`."""
         config = self.config
-        num_streams = extents.batch * extents.num_heads
+        num_streams = extents.batch * extents.num_query_heads
         num_m_blocks = ceil_div(extents.seqlen_q, config.tile_m)
         layout = WorkspaceLayout(Int64(num_streams), Int64(num_m_blocks), config)
         base = mWorkspace.iterator

@@ -3,12 +3,24 @@
 from typing import NamedTuple
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 from cute_dash.kernels.pipeline import Ring
 
 
+class QTile(NamedTuple):
+    """The Q tile of one step: what it loads, and the dQ tile that it adds to. A stream is one (batch, query head)."""
+
+    m_block: Int32
+    head_idx: Int32
+    stream: Int32
+
+
 class Gmem(NamedTuple):
-    """Global tensors. Inputs and dK, dV are TMA tensors (seqlen, head_dim, num_heads, batch)."""
+    """Global tensors. Inputs and dK, dV are TMA tensors (seqlen, head_dim, num_heads or num_heads_kv, batch).
+
+    num_streams = batch * num_heads; with grouped heads the streams of a KV head's query heads are neighbours.
+    """
 
     mQ: cute.Tensor
     mK: cute.Tensor

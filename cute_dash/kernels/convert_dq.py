@@ -12,12 +12,10 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_dash.config import CONVERT_PIECE, CONVERT_STAGES, BwdConfig
 from cute_dash.kernels import wgmma
-from cute_dash.kernels.bundles import Gmem, Smem, TmaAtoms
+from cute_dash.kernels.bundles import Gmem, QTile, Smem, TmaAtoms
 from cute_dash.kernels.copy import copy_vector, fragment_slots, partition_tma
-from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.pipeline import Ring
 from cute_dash.kernels.roles import WARP_THREADS, WARPGROUP_THREADS
-from cute_dash.schedule import WorkTile
 
 
 class DQConverter:
@@ -32,11 +30,10 @@ class DQConverter:
         self,
         gmem: Gmem,
         atoms: TmaAtoms,
-        extents: Extents,
         smem: Smem,
         ring: Ring,
-        tile: WorkTile,
-        m_block: Int32,
+        q_tile: QTile,
+        batch_idx: Int32,
         softmax_scale: Float32,
     ):
         """dQ tile = softmax_scale * dQaccum tile, rounded; rows beyond seqlen_q are clipped by the TMA.
@@ -45,8 +42,7 @@ class DQConverter:
         an even number of times, so slots and phases start anew with each tile and are known at trace time.
         """
         config = self.config
-        stream = tile.batch_idx * extents.num_heads + tile.head_idx
-        source = gmem.mdQaccum[None, 0, m_block, stream].iterator
+        source = gmem.mdQaccum[None, 0, q_tile.m_block, q_tile.stream].iterator
         num_pieces = config.tile_m * config.head_dim // CONVERT_PIECE
         assert num_pieces % (2 * CONVERT_STAGES) == 0
         for piece in cutlass.range_constexpr(CONVERT_STAGES):
@@ -63,7 +59,7 @@ class DQConverter:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         tile_q = (config.tile_m, config.head_dim)
-        gdQ = cute.local_tile(gmem.mdQ[None, None, tile.head_idx, tile.batch_idx], tile_q, (m_block, 0))
+        gdQ = cute.local_tile(gmem.mdQ[None, None, q_tile.head_idx, batch_idx], tile_q, (q_tile.m_block, 0))
         tdQsdQ, tdQgdQ = partition_tma(atoms.dQ, smem.sdQ_out, gdQ)
         cute.copy(atoms.dQ, tdQsdQ, tdQgdQ)
         cute.arch.cp_async_bulk_commit_group()

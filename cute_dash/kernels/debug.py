@@ -3,26 +3,26 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_dash.kernels.bundles import Gmem
+from cute_dash.kernels.bundles import Gmem, QTile
 from cute_dash.schedule import WorkTile
 
 
 @cute.jit
-def record_addition(gmem: Gmem, m_block: Int32, stream: Int32, n_block: Int32):
+def record_addition(gmem: Gmem, q_tile: QTile, n_block: Int32):
     """Debug: appends n_block to the list of contributors of this dQ tile, before the turn is passed on."""
-    entries = gmem.mRecord[None, m_block, stream]
+    entries = gmem.mRecord[None, q_tile.m_block, q_tile.stream]
     place = cute.arch.atomic_add(entries.iterator, Int32(1), sem="relaxed", scope="gpu")
     entries[place + 1] = n_block
 
 
 @cute.jit
-def report_stuck(gmem: Gmem, tile: WorkTile, m_block: Int32, lock_value: Int32, seen: Int32):
-    """Debug: the first wait that was given up, as (1, batch, head, m_block, n_block, lock value, seen)."""
+def report_stuck(gmem: Gmem, tile: WorkTile, q_tile: QTile, lock_value: Int32, seen: Int32):
+    """Debug: the first wait that was given up, as (1, batch, query head, m_block, n_block, lock value, seen)."""
     first = cute.arch.atomic_add(gmem.mStuck.iterator, Int32(1), sem="relaxed", scope="gpu")
     if first == 0:
         gmem.mStuck[1] = tile.batch_idx
-        gmem.mStuck[2] = tile.head_idx
-        gmem.mStuck[3] = m_block
+        gmem.mStuck[2] = q_tile.head_idx
+        gmem.mStuck[3] = q_tile.m_block
         gmem.mStuck[4] = tile.n_block
         gmem.mStuck[5] = lock_value
         gmem.mStuck[6] = seen

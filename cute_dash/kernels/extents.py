@@ -10,13 +10,19 @@ from cute_dash.problem import ProblemShape, Window
 
 class Extents(NamedTuple):
     batch: Int32
-    num_heads: Int32
+    num_heads: Int32  # KV heads
     seqlen_q: Int32
     seqlen_k: Int32
+    group_size: Int32 | None = None  # query heads per KV head; None: 1, and no loop over them is compiled in
     window_left: Int32 | None = None  # of a local configuration
     window_right: Int32 | None = None
 
     def make_shape(self, config: BwdConfig) -> ProblemShape:
         """The problem as schedules and masks see it, in traced ints."""
         window = Window(self.window_left, self.window_right) if config.local else None
-        return config.make_shape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_k, window)
+        group_size = 1 if self.group_size is None else self.group_size
+        return config.make_shape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_k, window, group_size)
+
+    @property
+    def num_query_heads(self) -> Int32:
+        return self.num_heads if self.group_size is None else self.num_heads * self.group_size

@@ -51,8 +51,8 @@ class FlashAttentionBackwardPostprocess:
         num_m_blocks = gmem.mdQaccum.shape[2]
         stream = block_idx // num_m_blocks
         m_block = block_idx - stream * num_m_blocks
-        batch_idx = stream // extents.num_heads
-        head_idx = stream - batch_idx * extents.num_heads
+        batch_idx = stream // extents.num_query_heads
+        head_idx = stream - batch_idx * extents.num_query_heads
         shape = extents.make_shape(config)
 
         layout = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim))

@@ -28,6 +28,9 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
     dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial is staged
     dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer has been read
 
+With several query heads per KV head (GQA, MQA) a work tile takes the schedule's steps for one query head after the other:
+dK and dV stay in registers for the whole group, and each query head has dQ tiles and turnstiles of its own.
+
 CTAs are persistent and claim work tiles from an atomic counter in tile order, each when it has nothing left to wait
 for, so a tile that waits for earlier-claimed tiles only can never wait for one that no CTA works on. The order of
 additions to dQ is kept by `semaphore`; lock value 0 stores instead of adding, so dQaccum is never zero-filled.
@@ -48,7 +51,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_dash.config import CONVERT_PIECE, CONVERT_STAGES, NUM_DS_STAGES, BwdConfig
 from cute_dash.kernels import debug, mask, semaphore, wgmma
-from cute_dash.kernels.bundles import Gmem, Rings, Smem, TmaAtoms
+from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms
 from cute_dash.kernels.convert_dq import DQConverter
 from cute_dash.kernels.copy import (
     bulk_add_f32,
@@ -261,6 +264,12 @@ class FlashAttentionBackwardSm90:
     def make_shape(self, extents: Extents) -> ProblemShape:
         return extents.make_shape(self.config)
 
+    def get_q_tile(self, step: Int32, member: Int32, tile: WorkTile, shape: ProblemShape) -> QTile:
+        """The Q tile of a step of the query head number `member` of the tile's group."""
+        head_idx = tile.head_idx * shape.group_size + member
+        stream = tile.batch_idx * shape.num_query_heads + head_idx
+        return QTile(self.schedule.get_m_block(step, tile, shape), head_idx, stream)
+
     @cute.jit
     def next_work(self, smem: Smem, ring: Ring, work_it: Int32) -> Int32:
         """The work index claimed as this CTA's number `work_it`; read by a whole consumer warp."""
@@ -301,36 +310,36 @@ class FlashAttentionBackwardSm90:
         config = self.config
         shape = self.make_shape(extents)
         tile = self.schedule.get_work_tile(work_idx, shape)
-        stream = tile.batch_idx * shape.num_heads + tile.head_idx
         tile_q, tile_kv = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim)
-        # (tile_m, head_dim, num_m_blocks)
-        gQ = cute.local_tile(gmem.mQ[None, None, tile.head_idx, tile.batch_idx], tile_q, (None, 0))
-        gdO = cute.local_tile(gmem.mdO[None, None, tile.head_idx, tile.batch_idx], tile_q, (None, 0))
         # (tile_n, head_dim)
         gK = cute.local_tile(gmem.mK[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
         gV = cute.local_tile(gmem.mV[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
-        tQsQ, tQgQ = partition_tma(atoms.Q, smem.sQ, gQ)
-        tdOsdO, tdOgdO = partition_tma(atoms.dO, smem.sdO, gdO)
         tKsK, tKgK = partition_tma(atoms.K, smem.sK, gK)
         tVsV, tVgV = partition_tma(atoms.V, smem.sV, gV)
         q_bytes = config.tile_m * config.head_dim * 2
-        for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
-            m_block = self.schedule.get_m_block(step, tile, shape)
-            stage = rings.Q.slot(it)
-            rings.Q.wait_empty(it)
-            barrier = rings.Q.expect_bytes(it, q_bytes + config.stats_size * 4)
-            cute.copy(atoms.Q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
-            copy_vector(gmem.mStats[None, m_block, stream], smem.sStats[None, stage], barrier)
-            if step == 0:
-                # after the first Q, which need not wait until dK and dV of the previous work tile have left sK and sV
-                rings.KV.wait_empty(work_it)
-                barrier_KV = rings.KV.expect_bytes(work_it, 2 * config.tile_n * config.head_dim * 2)
-                cute.copy(atoms.K, tKgK, tKsK, tma_bar_ptr=barrier_KV)
-                cute.copy(atoms.V, tVgV, tVsV, tma_bar_ptr=barrier_KV)
-            rings.dO.wait_empty(it)
-            barrier = rings.dO.expect_bytes(it, q_bytes)
-            cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage], tma_bar_ptr=barrier)
-            it += 1
+        for member in cutlass.range(shape.group_size, unroll=1):
+            for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
+                m_block, head_idx, stream = self.get_q_tile(step, member, tile, shape)
+                # (tile_m, head_dim, num_m_blocks)
+                gQ = cute.local_tile(gmem.mQ[None, None, head_idx, tile.batch_idx], tile_q, (None, 0))
+                gdO = cute.local_tile(gmem.mdO[None, None, head_idx, tile.batch_idx], tile_q, (None, 0))
+                tQsQ, tQgQ = partition_tma(atoms.Q, smem.sQ, gQ)
+                tdOsdO, tdOgdO = partition_tma(atoms.dO, smem.sdO, gdO)
+                stage = rings.Q.slot(it)
+                rings.Q.wait_empty(it)
+                barrier = rings.Q.expect_bytes(it, q_bytes + config.stats_size * 4)
+                cute.copy(atoms.Q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
+                copy_vector(gmem.mStats[None, m_block, stream], smem.sStats[None, stage], barrier)
+                if (step == 0) & (member == 0):
+                    # after the first Q, which need not wait until dK and dV of the work tile before have left sK and sV
+                    rings.KV.wait_empty(work_it)
+                    barrier_KV = rings.KV.expect_bytes(work_it, 2 * config.tile_n * config.head_dim * 2)
+                    cute.copy(atoms.K, tKgK, tKsK, tma_bar_ptr=barrier_KV)
+                    cute.copy(atoms.V, tVgV, tVsV, tma_bar_ptr=barrier_KV)
+                rings.dO.wait_empty(it)
+                barrier = rings.dO.expect_bytes(it, q_bytes)
+                cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage], tma_bar_ptr=barrier)
+                it += 1
         if const_expr(config.local):
             if self.schedule.get_num_steps(tile, shape) == 0:
                 # no query sees these keys: nothing to load, but the epilogue, which waits for this, writes zeros
@@ -356,17 +365,18 @@ class FlashAttentionBackwardSm90:
         while work_idx < shape.num_work_tiles:
             tile = self.schedule.get_work_tile(work_idx, shape)
             num_steps = self.schedule.get_num_steps(tile, shape)
-            for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
-                m_block = self.schedule.get_m_block(step, tile, shape)
-                self.wait_turn(gmem, extents, m_block, tile)
-                self.add_dQ(gmem, extents, smem, parity, m_block, tile)
-                if step == num_steps - 1:
-                    self.publish_claim(gmem, smem, rings.work, work_it + 1)
-                self.finish_dQ(gmem, extents, rings.done, m_block, tile, it + step)
+            for member in cutlass.range(shape.group_size, unroll=1):
+                for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
+                    q_tile = self.get_q_tile(step, member, tile, shape)
+                    self.wait_turn(gmem, extents, q_tile, tile)
+                    self.add_dQ(gmem, extents, smem, parity, q_tile, tile)
+                    if (step == num_steps - 1) & (member == shape.group_size - 1):
+                        self.publish_claim(gmem, smem, rings.work, work_it + 1)
+                    self.finish_dQ(gmem, extents, rings.done, q_tile, tile.n_block, it + step)
+                it += num_steps
             if const_expr(self.config.local):
                 if num_steps == 0 and parity == 0:
                     self.publish_claim(gmem, smem, rings.work, work_it + 1)
-            it += num_steps
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
 
@@ -387,31 +397,29 @@ class FlashAttentionBackwardSm90:
             ring.arrive_full(work_it)
 
     @cute.jit
-    def wait_turn(self, gmem: Gmem, extents: Extents, m_block: Int32, tile: WorkTile):
-        """Waits until it is the turn of `tile` on dQ tile `m_block`."""
+    def wait_turn(self, gmem: Gmem, extents: Extents, q_tile: QTile, tile: WorkTile):
+        """Waits until it is the turn of `tile` on dQ tile `q_tile`."""
         if const_expr(self.schedule.ordered):
-            lock_value = self.schedule.get_lock_value(m_block, tile, self.make_shape(extents))
-            counter = self.semaphore_of(gmem, extents, m_block, tile)
+            lock_value = self.schedule.get_lock_value(q_tile.m_block, tile, self.make_shape(extents))
+            counter = self.semaphore_of(gmem, extents, q_tile)
             if cute.arch.lane_idx() == 0:
                 if const_expr(self.debug):
                     seen = semaphore.wait_turn_bounded(counter, lock_value)
                     if seen != lock_value:
-                        debug.report_stuck(gmem, tile, m_block, lock_value, seen)
+                        debug.report_stuck(gmem, tile, q_tile, lock_value, seen)
                 else:
                     semaphore.wait_turn(counter, lock_value)
             cute.arch.sync_warp()
 
-    def semaphore_of(self, gmem: Gmem, extents: Extents, m_block: Int32, tile: WorkTile) -> cute.Pointer:
-        """The turnstile of dQ tile `m_block` of this tile's stream."""
-        shape = self.make_shape(extents)
-        stream = tile.batch_idx * shape.num_heads + tile.head_idx
-        return gmem.mSemaphore.iterator + (stream * shape.num_m_blocks + m_block)
+    def semaphore_of(self, gmem: Gmem, extents: Extents, q_tile: QTile) -> cute.Pointer:
+        """The turnstile of a dQ tile."""
+        num_m_blocks = self.make_shape(extents).num_m_blocks
+        return gmem.mSemaphore.iterator + (q_tile.stream * num_m_blocks + q_tile.m_block)
 
     @cute.jit
-    def add_dQ(self, gmem: Gmem, extents: Extents, smem: Smem, parity: Int32, m_block: Int32, tile: WorkTile):
-        """Starts adding the staged dQ partial to dQ tile `m_block`, when all warpgroups have staged theirs."""
+    def add_dQ(self, gmem: Gmem, extents: Extents, smem: Smem, parity: Int32, q_tile: QTile, tile: WorkTile):
+        """Starts adding the staged dQ partial to dQ tile `q_tile`, when all warpgroups have staged theirs."""
         shape = self.make_shape(extents)
-        stream = tile.batch_idx * shape.num_heads + tile.head_idx
         num_bytes = self.dQ_values * 4
         for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
             cute.arch.barrier(
@@ -420,9 +428,9 @@ class FlashAttentionBackwardSm90:
             )
             if cute.arch.lane_idx() == 0:
                 source = smem.sdQ[None, warpgroup_idx].iterator
-                target = gmem.mdQaccum[None, warpgroup_idx, m_block, stream].iterator
+                target = gmem.mdQaccum[None, warpgroup_idx, q_tile.m_block, q_tile.stream].iterator
                 if const_expr(self.schedule.ordered):
-                    if self.schedule.get_lock_value(m_block, tile, shape) == 0:
+                    if self.schedule.get_lock_value(q_tile.m_block, tile, shape) == 0:
                         bulk_store(source, target, num_bytes)
                     else:
                         bulk_add_f32(source, target, num_bytes)
@@ -431,7 +439,7 @@ class FlashAttentionBackwardSm90:
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def finish_dQ(self, gmem: Gmem, extents: Extents, ring_done: Ring, m_block: Int32, tile: WorkTile, it: Int32):
+    def finish_dQ(self, gmem: Gmem, extents: Extents, ring_done: Ring, q_tile: QTile, n_block: Int32, it: Int32):
         """Gives the staging buffer back, waits for the addition to be complete and passes the turn on."""
         lane_idx = cute.arch.lane_idx()
         if lane_idx == 0:
@@ -441,10 +449,9 @@ class FlashAttentionBackwardSm90:
         if lane_idx == 0:
             cute.arch.cp_async_bulk_wait_group(0)
             if const_expr(self.debug):
-                stream = tile.batch_idx * extents.num_heads + tile.head_idx
-                debug.record_addition(gmem, m_block, stream, tile.n_block)
+                debug.record_addition(gmem, q_tile, n_block)
             if const_expr(self.schedule.ordered):
-                semaphore.release_turn(self.semaphore_of(gmem, extents, m_block, tile))
+                semaphore.release_turn(self.semaphore_of(gmem, extents, q_tile))
             else:
                 cute.arch.fence_proxy("async.global")  # the postprocess kernel reads through the generic proxy
         if const_expr(self.fuse_dQ):
@@ -476,16 +483,19 @@ class FlashAttentionBackwardSm90:
         work_idx = self.next_work(smem, rings.work, work_it)
         while work_idx < shape.num_work_tiles:
             tile = self.schedule.get_work_tile(work_idx, shape)
-            for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
-                m_block = self.schedule.get_m_block(step, tile, shape)
-                rings.done.wait_full(it)
-                rings.done.arrive_empty(it)
-                last = self.schedule.get_lock_count(m_block, tile, shape) - 1
-                if self.schedule.get_lock_value(m_block, tile, shape) == last:
-                    # the additions were made by the async proxy and are read by it
-                    cute.arch.fence_proxy("async.global")
-                    self.converter.convert_tile(gmem, atoms, extents, smem, rings.pieces, tile, m_block, softmax_scale)
-                it += 1
+            for member in cutlass.range(shape.group_size, unroll=1):
+                for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
+                    q_tile = self.get_q_tile(step, member, tile, shape)
+                    rings.done.wait_full(it)
+                    rings.done.arrive_empty(it)
+                    last = self.schedule.get_lock_count(q_tile.m_block, tile, shape) - 1
+                    if self.schedule.get_lock_value(q_tile.m_block, tile, shape) == last:
+                        # the additions were made by the async proxy and are read by it
+                        cute.arch.fence_proxy("async.global")
+                        self.converter.convert_tile(
+                            gmem, atoms, smem, rings.pieces, q_tile, tile.batch_idx, softmax_scale
+                        )
+                    it += 1
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -508,10 +518,11 @@ class FlashAttentionBackwardSm90:
             acc_dK.fill(0.0)
             acc_dV.fill(0.0)
             rings.KV.wait_full(work_it)
-            for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
-                m_block = self.schedule.get_m_block(step, tile, shape)
-                self.mma_step(context, extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it)
-                it += 1
+            for _ in cutlass.range(shape.group_size, unroll=1):
+                for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
+                    m_block = self.schedule.get_m_block(step, tile, shape)
+                    self.mma_step(context, extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it)
+                    it += 1
             acc_dK.store(acc_dK.load() * softmax_scale)
             self.epilogue_dKV(gmem, atoms, smem, rings.KV, context, acc_dK, acc_dV, tile, work_it)
             work_it += 1

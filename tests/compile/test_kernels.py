@@ -44,6 +44,13 @@ def release_keys():
         if orders_mask_of(schedule, config)
     ]
     keys += [CompileKey(config, registry.load("shortest_first"), "float16") for config in CONFIGS]
+    # by mask; the simplest and the most demanding
+    grouped = dict(full=("baseline", "shift"), causal=("hybrid", "symmetric_shift"), local=("baseline", "hybrid"))
+    keys += [
+        CompileKey(config, registry.load(name), "bfloat16", grouped=True)
+        for config in CONFIGS
+        for name in grouped[config.mask]
+    ]
     return [*keys, CompileKey(get_config(128, False), registry.load("shift"), "bfloat16", cooperative=True)]
 
 

@@ -66,6 +66,16 @@ def test_shifts_never_stall(schedule):
     assert simulate(schedule, shape, 8, 3, 2).stall_share == 0
 
 
+@pytest.mark.parametrize("schedule", [Shift(heads_per_group=1), Baseline(heads_per_group=1)], ids=repr)
+def test_query_heads_of_a_group_follow_each_other_without_a_gap(schedule):
+    """A tile walks its steps once for each: as many heads one after the other, but no SM starts a tile anew."""
+    shape = square(1, 8, causal=False)
+    one, three = (simulate(schedule, replace(shape, group_size=size), 8, 3, 2) for size in (1, 3))
+    assert three.makespan == one.makespan + 2 * 8 * (3 + 2)
+    steps = [step.m_block for step in three.ctas[2]]
+    assert steps == 3 * steps[:8]
+
+
 # Independent of the simulation
 
 
@@ -82,7 +92,7 @@ def test_unlimited_sms_give_the_longest_path(schedule, latency):
     changed = True
     while changed:
         changed = False
-        for tile, m_blocks, lock_values, _ in orders:
+        for tile, m_blocks, lock_values, *_ in orders:
             previous = 0
             for m_block, value in zip(m_blocks, lock_values, strict=True):
                 turn = ends[tile[1:], adders[tile[1:], m_block, value - 1], m_block] + latency if value else 0

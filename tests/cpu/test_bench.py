@@ -95,6 +95,13 @@ def test_any_shape_by_arguments():
     assert cell == Cell(128, "full", 799, 2, 3, "fp16")
     assert cell.label == "hd128 full 799 b2 h3 fp16"
     assert standard_cell(128, "causal", 8192).label == "hd128 causal 8k"
+    grouped = standard_cell(128, "causal", 8192, kv_heads=4)
+    assert grouped.label == "hd128 causal 8k kv4" and grouped.flops == standard_cell(128, "causal", 8192).flops
+    shape = grouped.problem_shape()
+    assert (shape.num_heads, shape.group_size, shape.num_query_heads) == (4, 4, 16)
+    assert grouped.input_bytes == grouped.tensor_bytes * 3 + grouped.tensor_bytes // 2 + 4 * 2 * 16 * 8192
+    with pytest.raises(ValueError, match="kv_heads=3 must divide heads=16"):
+        replace(grouped, kv_heads=3)
     assert standard_cell(64, "full", 32768).batch == 1
 
 
@@ -128,11 +135,14 @@ def test_a_peer_without_windows_is_not_applicable():
 
 
 @pytest.mark.parametrize("window_size", [(20, 0), (7, 30), (-1, 5)], ids=str)
-def test_reference_of_a_window_equals_automatic_differentiation(window_size):
-    inputs = replace(_inputs(False, batch=2, seqlen=75, heads=3), window_size=window_size)
-    got = reference_gradients(inputs, [0, 4, 5], chunk_rows=32)
-    for g, expected in zip(got, _autograd(inputs), strict=True):
-        torch.testing.assert_close(g, expected.transpose(1, 2).flatten(0, 1)[[0, 4, 5]], rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize("kv_heads", [3, 1])
+def test_reference_of_a_window_equals_automatic_differentiation(kv_heads, window_size):
+    inputs = replace(_inputs(False, batch=2, seqlen=75, heads=3, kv_heads=kv_heads), window_size=window_size)
+    streams = {3: [0, 4, 5], 1: [1]}[kv_heads]
+    query_streams = {3: [0, 4, 5], 1: [3, 4, 5]}[kv_heads]
+    got = reference_gradients(inputs, streams, chunk_rows=32)
+    for g, expected, pick in zip(got, _autograd(inputs), (query_streams, streams, streams), strict=True):
+        torch.testing.assert_close(g, expected.transpose(1, 2).flatten(0, 1)[pick], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("field, value", [("seqlen", 0), ("heads", -1), ("mask", "local"), ("dtype", "fp8")])
@@ -167,21 +177,28 @@ def test_input_sets_outgrow_the_cache():
 # Reference and gate
 
 
-def _inputs(causal, batch=3, seqlen=96, heads=4, head_dim=64, dtype=torch.bfloat16):
+def _inputs(causal, batch=3, seqlen=96, heads=4, head_dim=64, dtype=torch.bfloat16, kv_heads=None):
     generator = torch.Generator().manual_seed(0)
-    extents = (batch, seqlen, heads, head_dim)
-    q, k, v, dout = (torch.randn(extents, generator=generator).to(dtype) for _ in range(4))
-    logits = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / math.sqrt(head_dim)
+    kv_heads = kv_heads or heads
+    q, k, v, dout = (
+        torch.randn((batch, seqlen, h, head_dim), generator=generator).to(dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    logits = torch.einsum("bihd,bjhd->bhij", q.float(), _repeated(k, q).float()) / math.sqrt(head_dim)
     if causal:
         logits += torch.full((seqlen, seqlen), -math.inf).triu(1)
-    out = torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), v.float()).to(dtype)
+    out = torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), _repeated(v, q).float()).to(dtype)
     return Inputs(q, k, v, out, dout, logits.logsumexp(-1), 1 / math.sqrt(head_dim), causal)
+
+
+def _repeated(x, q):
+    return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
 def _autograd(inputs):
     """Gradients in fp64 by automatic differentiation of the plain formula, (B, S, H, D)."""
     q, k, v = (t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-    logits = torch.einsum("bihd,bjhd->bhij", q, k) * inputs.softmax_scale
+    logits = torch.einsum("bihd,bjhd->bhij", q, _repeated(k, q)) * inputs.softmax_scale
     if inputs.causal:
         logits = logits + torch.full(logits.shape[-2:], -math.inf, dtype=torch.float64).triu(1)
     left, right = inputs.window_size
@@ -189,7 +206,7 @@ def _autograd(inputs):
         logits = logits + torch.full(logits.shape[-2:], -math.inf, dtype=torch.float64).tril(-left - 1)
     if right >= 0:
         logits = logits + torch.full(logits.shape[-2:], -math.inf, dtype=torch.float64).triu(right + 1)
-    out = torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), v)
+    out = torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), _repeated(v, q))
     return torch.autograd.grad(out, (q, k, v), inputs.dout.double())
 
 
@@ -213,6 +230,24 @@ def test_reference_equals_automatic_differentiation(causal):
     for g, expected in zip(got, _autograd(inputs), strict=True):
         expected = torch.stack([expected[s // 3, :, s % 3] for s in streams])
         torch.testing.assert_close(g, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_reference_of_grouped_heads_equals_automatic_differentiation(causal):
+    inputs = _inputs(causal, batch=2, seqlen=75, heads=6, kv_heads=2)
+    assert inputs.num_streams == 4
+    got = reference_gradients(inputs, [1, 2], chunk_rows=32)
+    dq, dk, dv = _autograd(inputs)
+    torch.testing.assert_close(
+        got[0], torch.cat([dq[0, :, 3:], dq[1, :, :3]], dim=1).transpose(0, 1), rtol=1e-10, atol=1e-12
+    )
+    for g, expected in zip(got[1:], (dk, dv), strict=True):
+        torch.testing.assert_close(g, torch.stack([expected[0, :, 1], expected[1, :, 0]]), rtol=1e-10, atol=1e-12)
+    yardstick = make_yardstick(inputs)
+    assert yardstick.find_error(tuple(g.to(inputs.q.dtype) for g in (dq, dk, dv))) is None
+    wrong = dk.clone()
+    wrong[1, :, 1] *= 1.1
+    assert yardstick.find_error(tuple(g.to(inputs.q.dtype) for g in (dq, wrong, dv))).startswith("error of dk")
 
 
 def test_streams_reach_from_the_first_to_the_last():

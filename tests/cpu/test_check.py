@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from cute_dash.check import ScheduleError, check, find_violation
-from cute_dash.ints import wrap
+from cute_dash.ints import where, wrap
 from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import DenseSchedule, SelectingSchedule, SelectorRow, WorkTile
 from schedules.baseline import Baseline
@@ -358,6 +358,35 @@ def test_tiles_without_steps_and_without_contributors():
         shape = replace(LOCAL, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
         for schedule in (Baseline(), Hybrid(), ShortestFirst()):
             check(schedule, shape)
+
+
+class WaitsForAVisitor(Base):
+    """n_block 0 needs a step of n_block 1 before it can end, n_block 1 one of n_block 2: two CTAs do if 0 ends soon."""
+
+    def min_resident_ctas(self, shape):
+        return 2
+
+    def get_lock_value(self, m_block, tile, shape):
+        first, second = where(tile.n_block == 2, 2, 1 - tile.n_block), where(tile.n_block == 0, 0, 3 - tile.n_block)
+        return where(m_block == 0, first, second)
+
+
+def test_progress_is_proved_for_the_whole_group_of_query_heads():
+    """With a second query head n_block 0 waits for n_block 1 again, and no CTA is left to claim n_block 2."""
+    shape = ProblemShape(1, 1, 2, 3, 1, 1, causal=False)
+    check(WaitsForAVisitor(), shape)
+    message = find_violation(WaitsForAVisitor(), replace(shape, group_size=2))
+    assert message is not None and message.startswith(
+        "rule 2 (progress): deadlock with 2 resident CTAs: tile (n_block=0, head_idx=0, batch_idx=0) (work_idx 0) waits at "
+        "step 2 for lock value 1 of m_block=0, which stands at 0; n_block=1, whose turn it is, (work_idx 1) is itself stuck "
+        "at step 1, m_block=1"
+    )
+
+    class Honest(WaitsForAVisitor):
+        def min_resident_ctas(self, shape):
+            return 3
+
+    check(Honest(), replace(shape, group_size=2))
 
 
 def test_is_quick():

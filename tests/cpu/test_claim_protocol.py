@@ -6,6 +6,7 @@ every event of a store warp a separate step and runs them in random order; a cla
 control, and deadlocks.
 """
 
+import itertools
 import random
 from collections import Counter, deque
 
@@ -37,11 +38,12 @@ class Cta:
         tile = schedule.get_work_tile(work_idx, shape)
         num_steps = schedule.get_num_steps(tile, shape)
         self.claims_left += num_steps == 0  # nothing to wait for: the next is claimed at once
-        for step in range(num_steps):
+        for member, step in itertools.product(range(shape.group_size), range(num_steps)):
             m_block = schedule.get_m_block(step, tile, shape)
-            target = (tile.batch_idx, tile.head_idx, m_block)
+            target = (tile.batch_idx, tile.head_idx * shape.group_size + member, m_block)
             lock_value = schedule.get_lock_value(m_block, tile, shape)
-            self.steps[self.num_steps % 2].append((self.num_steps, target, lock_value, step == num_steps - 1))
+            last = (member, step) == (shape.group_size - 1, num_steps - 1)
+            self.steps[self.num_steps % 2].append((self.num_steps, target, lock_value, last))
             self.num_steps += 1
 
 
@@ -93,20 +95,22 @@ class Kernel:
         return self.num_claimed == self.shape.num_work_tiles and not any(any(cta.steps) for cta in self.ctas)
 
 
-def shape_of(seqlen_q, seqlen_k, num_heads, head_dim, causal, window_size=(-1, -1)):
+def shape_of(seqlen_q, seqlen_k, num_heads, head_dim, causal, window_size=(-1, -1), group_size=1):
     causal, window = normalize_mask(causal, window_size, seqlen_q, seqlen_k)
-    return get_config(head_dim, causal, window is not None).make_shape(1, num_heads, seqlen_q, seqlen_k, window)
+    config = get_config(head_dim, causal, window is not None)
+    return config.make_shape(1, num_heads, seqlen_q, seqlen_k, window, group_size)
 
 
+@pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ORDERED)
-def test_no_timing_deadlocks_the_kernels_claims(name, mask):
+def test_no_timing_deadlocks_the_kernels_claims(name, mask, group_size):
     """The last lengths leave a window's first KV tiles no step."""
     rng = random.Random(name)
     schedule = registry.load(name)
     window_size = (150, 20) if mask == "local" else (-1, -1)
     for seqlen_q, seqlen_k in ((384, 384), (300, 300), (1000, 1000), (520, 900), (900, 520), (100, 700)):
-        shape = shape_of(seqlen_q, seqlen_k, 3, 64, mask == "causal", window_size)
+        shape = shape_of(seqlen_q, seqlen_k, 3, 64, mask == "causal", window_size, group_size)
         if not schedule.can_implement(shape):
             continue
         residents = schedule.min_resident_ctas(shape)

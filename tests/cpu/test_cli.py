@@ -119,6 +119,16 @@ def test_check_of_a_right_schedule(name, capsys):
     assert "keeps every rule" in capsys.readouterr().out
 
 
+def test_check_of_grouped_heads(capsys):
+    assert main(["check", "auto", "--heads", "8", "--kv-heads", "2", "--seqlen-q", "500", "--json"]) == 0
+    shape = json.loads(capsys.readouterr().out)["shape"]
+    assert (shape["num_heads"], shape["group_size"]) == (2, 4)
+    assert main(["check", "auto", "--heads", "8", "--kv-heads", "1", "--seqlen-q", "500"]) == 0
+    assert "batch 1, 8 heads, 1 KV heads" in capsys.readouterr().out
+    assert main(["check", "auto", "--heads", "8", "--kv-heads", "3"]) == 2
+    assert "--kv-heads 3 does not divide --heads 8" in capsys.readouterr().err
+
+
 def test_check_names_the_violation(deadlocking, capsys):
     status, result = run_json(capsys, "check", deadlocking, "--seqlen-q", "1k")
     assert status == 1
@@ -313,7 +323,7 @@ def test_check_of_a_window(capsys):
 
 def test_a_schedule_without_windows_says_so(capsys):
     assert main(["check", "shift", *WINDOW]) == 2
-    assert "window=Window(left=512, right=0)): it orders the full mask only" in capsys.readouterr().err
+    assert "window=Window(left=512, right=0), group_size=1): it orders the full mask only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -506,6 +516,13 @@ def test_compile_takes_names_and_says_how_they_are_launched(compiler, tmp_path, 
     launches = sorted((line.split(", ")[3].split("(")[0], line.split(", ")[-1].split(":")[0]) for line in lines)
     assert launches == [("Baseline", "plain launch"), ("Shift", "cooperative launch"), ("Shift", "plain launch")]
     assert last == f"3 kernel(s) in {tmp_path / 'cache'}" and len(compiled_names(compiler)) == 3
+
+
+def test_compile_of_grouped_heads(compiler, capsys):
+    argv = ["compile", "baseline", "--mask", "causal", "--head-dim", "64"]
+    assert main(argv) == 0 and main([*argv, "--grouped"]) == 0
+    assert [key.grouped for key in compiler] == [False, True]
+    assert "grouped heads, plain launch" in capsys.readouterr().out
 
 
 def compiled_names(compiler):

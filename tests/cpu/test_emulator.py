@@ -28,6 +28,7 @@ EVERY_SCHEDULE = pytest.mark.parametrize("name", registry.available())
 LENGTHS = [(1, 1), (1, 128), (127, 129), (239, 1), (799, 3), (113, 203), (257, 256), (256, 257), (256, 64), (300, 520)]
 SCALE = 0.125
 SEEDS = range(6)
+KV_HEADS = pytest.mark.parametrize("num_heads_kv", [8, 4, 2, 1], ids=lambda n: f"{8 // n} to 1")  # of 8 query heads
 
 
 def schedule_or_skip(name, seqlen_q, seqlen_k, causal, *, window_size=(-1, -1), batch=1, num_heads=2, head_dim=64):
@@ -180,6 +181,36 @@ def run_with_constant_p(p, c_n, c_m, schedule, *, dtype=torch.float32):
     return dq[:, 0], dk[:, 1], dv[:, 0]
 
 
+@MASKS
+@KV_HEADS
+@pytest.mark.parametrize("window_size", [(-1, -1), (40, 10)], ids=["", "window"])
+@pytest.mark.parametrize("lengths", [(150, 300), (300, 150)], ids=str)
+def test_grouped_heads_equal_fp64(lengths, window_size, num_heads_kv, causal):
+    """With the window, 150 queries leave the first of 3 KV tiles no step, and some of 300 see no key."""
+    x = random_inputs(2, *lengths, num_heads=8, num_heads_kv=num_heads_kv, head_dim=64, dtype=torch.float32)
+    out, lse = emulator.forward(x.q, x.k, x.v, SCALE, causal, window_size)
+    ref_out, ref_lse = attention_forward_ref(x.q, x.k, x.v, SCALE, causal, window_size)
+    assert relative_error(out, ref_out) < FP32_TOLERANCE
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-5, atol=1e-5)
+    tensors, options = (x.dout, x.q, x.k, x.v, out, lse), dict(window_size=window_size, interleaving=0)
+    grads = emulator.backward(*tensors, SCALE, causal, "auto", **options)
+    refs = attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, causal, window_size)
+    for grad, ref, leaf in zip(grads, refs, (x.q, x.k, x.v), strict=True):
+        assert grad.shape == leaf.shape
+        assert relative_error(grad, ref) < FP32_TOLERANCE
+
+
+def test_the_references_of_grouped_heads_are_those_of_repeated_heads():
+    x = random_inputs(1, 70, 90, num_heads=6, num_heads_kv=2, head_dim=64, dtype=torch.float64)
+    k, v = (t.repeat_interleave(3, dim=2) for t in (x.k, x.v))
+    repeated = attention_backward_ref(x.dout, x.q, k, v, SCALE, True)
+    dq, dk, dv = attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, True)
+    assert torch.equal(dq, repeated[0])
+    for grad, whole in ((dk, repeated[1]), (dv, repeated[2])):
+        for head in range(2):
+            torch.testing.assert_close(grad[:, :, head], whole[:, :, 3 * head : 3 * head + 3].sum(2))
+
+
 def test_p_and_ds_are_rounded_to_the_input_dtype():
     """100 times 1.003: bf16 has 1 and 1 + 2^-7 there, and near 100 it has 100 and 100.5."""
     ones = torch.ones(100)
@@ -200,6 +231,31 @@ def test_bits_do_not_depend_on_the_interleaving(name, causal, window_size):
     expected = run(x, causal, schedule, window_size=window_size)
     for seed in SEEDS:
         assert_same_bits(run(x, causal, schedule, window_size=window_size, interleaving=seed), expected)
+
+
+@MASKS
+@EVERY_SCHEDULE
+@pytest.mark.parametrize("window_size", [(-1, -1), (200, 40)], ids=["", "window"])
+def test_bits_of_grouped_heads_do_not_depend_on_the_interleaving(name, causal, window_size):
+    schedule = schedule_or_skip(name, 500, 500, causal, window_size=window_size)
+    if not schedule.ordered:
+        pytest.skip(f"{name} promises no bits")
+    x = random_inputs(1, 500, 500, num_heads=6, num_heads_kv=2, head_dim=64, dtype=torch.float32)
+    expected = run(x, causal, schedule, window_size=window_size)
+    for seed in SEEDS[:3]:
+        assert_same_bits(run(x, causal, schedule, window_size=window_size, interleaving=seed), expected)
+
+
+@MASKS
+@pytest.mark.parametrize("name", ["baseline", "shortest_first"])
+def test_dq_of_a_query_head_is_that_of_a_head_of_its_own(name, causal):
+    """Head by head the same steps in the same order; dk and dv are one sum over the group, not a sum of sums."""
+    x = random_inputs(1, 300, 300, num_heads=4, num_heads_kv=1, head_dim=64, dtype=torch.float32)
+    grouped = run(x, causal, name)
+    repeated = run(x._replace(k=x.k.expand_as(x.q), v=x.v.expand_as(x.q)), causal, name)
+    assert_bitwise_equal(grouped[0], repeated[0], "dq")
+    for grad, parts in zip(grouped[1:], repeated[1:], strict=True):
+        assert relative_error(grad[:, :, 0], parts.double().sum(2)) < FP32_TOLERANCE
 
 
 @MASKS

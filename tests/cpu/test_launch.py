@@ -181,6 +181,18 @@ def test_the_memory_of_checked_calls_is_bounded(launches_of_op, monkeypatch):
         assert 1 <= len(ops._checked) <= 3
 
 
+@pytest.mark.parametrize(("num_heads_kv", "grouped", "num_ctas"), [(4, False, 8), (2, True, 4), (1, True, 2)])
+def test_grouped_heads_have_a_kernel_of_their_own(num_heads_kv, grouped, num_ctas, launches):
+    x = random_inputs(1, 200, 256, 4, 64, num_heads_kv=num_heads_kv)
+    schedule, config = registry.load("baseline"), get_config(64, False)
+    _, dk, dv = launch.backward(x.dout, x.q, x.k, x.v, x.q, torch.zeros(1, 4, 200), 0.5, False, schedule)
+    assert dk.shape == dv.shape == x.k.shape
+    key, arguments = launches.pop()
+    assert key.grouped == grouped
+    assert arguments[9].numel() == WorkspaceLayout(4, 2, config).size  # of the query heads
+    assert arguments[-1] == num_ctas  # of the KV heads
+
+
 def test_another_shape_or_configuration_is_another_plan(launches):
     schedule = registry.load("shortest_first")
     tall = replace(get_config(128, True), tile_m=80, stats_by_gemm=False)

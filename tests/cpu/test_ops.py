@@ -81,6 +81,28 @@ def test_the_window_is_the_widest_int_or_none():
         assert_bitwise_equal(cute_dash.flash_attn_func(x.q, x.k, x.v, window_size=window_size), expected, "out")
 
 
+@MASKS
+@WINDOWS
+@pytest.mark.parametrize("num_heads_kv", [2, 1])
+def test_grouped_heads_through_autograd(num_heads_kv, window, causal):
+    x = random_inputs(2, 40, 150, num_heads=4, num_heads_kv=num_heads_kv, head_dim=64, dtype=torch.float32)
+    q, k, v = leaves(x)
+    out, lse = cute_dash.flash_attn_func(q, k, v, causal=causal, window_size=window, return_lse=True)
+    assert out.shape == x.q.shape and lse.shape == (2, 4, 40)
+    out.backward(x.dout)
+    for leaf, ref in zip((q, k, v), attention_backward_ref(x.dout, x.q, x.k, x.v, 1 / 8, causal, window), strict=True):
+        assert relative_error(leaf.grad, ref) < FP32_TOLERANCE
+
+
+@WINDOWS
+def test_opcheck_with_grouped_heads(window):
+    x = random_inputs(2, 40, 150, num_heads=4, num_heads_kv=2, head_dim=64)
+    torch.library.opcheck(torch.ops.cute_dash.attention_forward.default, (*leaves(x), 0.1, True, *window, "baseline"))
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, causal=True, window_size=window, return_lse=True)
+    arguments = (x.dout, x.q, x.k, x.v, out, lse, None, True, *window, "baseline")
+    torch.library.opcheck(torch.ops.cute_dash.attention_backward.default, arguments)
+
+
 def test_softmax_scale_reaches_forward_and_backward():
     x = inputs()
     q, k, v = leaves(x)
@@ -454,12 +476,14 @@ def test_library_forward_repairs_queries_without_keys(monkeypatch, junk):
 
 
 @MASKS
+@pytest.mark.parametrize("seqlen_q", [40, 1])
+@pytest.mark.parametrize("num_heads_kv", [4, 2])
 @pytest.mark.parametrize("run", [forward._cudnn_forward, forward._flash_forward], ids=["cudnn", "flash"])
-def test_library_calls_fit_torchs_schemas_and_the_ops_layout(run, causal):
+def test_library_calls_fit_torchs_schemas_and_the_ops_layout(run, num_heads_kv, seqlen_q, causal):
     with FakeTensorMode():
-        q = torch.empty(2, 40, 4, 64, dtype=torch.bfloat16, device="cuda")
-        kv = torch.empty(2, 150, 4, 64, dtype=torch.bfloat16, device="cuda")
+        q = torch.empty(2, seqlen_q, 4, 64, dtype=torch.bfloat16, device="cuda")
+        kv = torch.empty(2, 150, num_heads_kv, 64, dtype=torch.bfloat16, device="cuda")
         out, lse = run(q, kv, kv, 0.1, causal)
         assert run is forward._cudnn_forward or run(q, kv, kv, 0.1, False, (10, -1))[0].shape == out.shape
-    assert out.shape == (2, 40, 4, 64) and out.dtype == torch.bfloat16 and out.is_contiguous()
-    assert lse.shape == (2, 4, 40) and lse.dtype == torch.float32 and lse.is_contiguous()
+    assert out.shape == (2, seqlen_q, 4, 64) and out.dtype == torch.bfloat16 and out.is_contiguous()
+    assert lse.shape == (2, 4, seqlen_q) and lse.dtype == torch.float32 and lse.is_contiguous()

@@ -229,7 +229,7 @@ class NoWindows(DenseSchedule):
 def test_the_refusal_names_every_mask_that_the_schedule_orders():
     local = replace(CAUSAL, causal=False, window=Window(100, 0))
     for schedule, masks in ((NoWindows(), "the full mask and the causal mask"), ("symmetric_shift", "the causal mask")):
-        with pytest.raises(ValueError, match=rf"window=Window\(left=100, right=0\)\): it orders {masks} only"):
+        with pytest.raises(ValueError, match=rf"window=Window\(left=100, right=0\).*: it orders {masks} only"):
             registry.resolve(schedule, local)
 
 

@@ -67,6 +67,7 @@ def shapes(draw, mask):
         tile_n=draw(st.integers(1, 7)),
         causal=causal,
         window=window,
+        group_size=draw(st.sampled_from([1, 1, 2, 3])),
     )
 
 

@@ -58,11 +58,17 @@ BAD_QKV = {
         r"k has shape \(1, 7, 3, 64\); allowed: \(2, 7, 3, 64\)",
     ),
     "seqlens of k and v": (dict(v=zeros(2, 8, 3, 64)), ValueError, r"v has shape \(2, 8, 3, 64\); allowed: \(2, 7"),
-    "grouped query": (
-        dict(k=zeros(2, 7, 1, 64), v=zeros(2, 7, 1, 64)),
+    "KV heads": (
+        dict(k=zeros(2, 7, 2, 64), v=zeros(2, 7, 2, 64)),
         ValueError,
-        r"k has 1 heads and q has 3: grouped-query attention is not supported yet; allowed: .*\(3\)",
+        r"k has 2 heads and q has 3; allowed: a divisor of 3 \(1, 3\)",
     ),
+    "more KV heads": (
+        dict(k=zeros(2, 7, 6, 64), v=zeros(2, 7, 6, 64)),
+        ValueError,
+        r"k has 6 heads and q has 3; allowed: a divisor of 3",
+    ),
+    "heads of k and v": (dict(k=zeros(2, 7, 1, 64)), ValueError, r"v has shape .* allowed: \(2, 7, 1, 64\)"),
 }
 BAD_BACKWARD = {
     "dout shape": (dict(dout=zeros(2, 5, 3, 128)), ValueError, r"dout has shape .* allowed: \(2, 5, 3, 64\)"),
@@ -108,7 +114,7 @@ BAD_OPTIONS = {
     "schedule window": (
         dict(schedule="symmetric_shift", causal=True, window_size=(2, 0)),
         ValueError,
-        r"cannot implement ProblemShape\(.*window=Window\(left=2, right=0\)\): it orders the causal mask only",
+        r"cannot implement ProblemShape\(.*window=Window\(left=2, right=0\).*: it orders the causal mask only",
     ),
 }
 
@@ -290,6 +296,20 @@ def test_raw_ops_refuse_a_bad_window(no_work):
     ):
         with pytest.raises(ValueError, match=r"window_size=\(.*\); allowed: tokens"):
             call()
+
+
+def test_the_part_that_is_proven_keeps_the_group_or_some_of_it():
+    def part_of(seqlen, num_heads, group_size):
+        return validation._part_to_prove(
+            ProblemShape(4, num_heads, seqlen, seqlen, 64, 128, causal=True, group_size=group_size)
+        )
+
+    small, long = part_of(4096, 8, 4), part_of(65536, 8, 16)
+    assert (small.seqlen_q, small.group_size) == (4096, 4) and small.num_streams == 6  # of 64 x 32 tiles
+    assert long.group_size == 2
+    for part in (small, long):
+        steps = part.num_streams * part.num_m_blocks * part.num_n_blocks * part.group_size
+        assert steps <= 1.1 * validation.MAX_PROVEN_STEPS
 
 
 @pytest.mark.parametrize("softcap", [None, "x", True])

@@ -60,19 +60,8 @@ class Problem:
 
 @pytest.fixture
 def make_problem():
-    def make(
-        batch,
-        seqlen_q,
-        seqlen_k,
-        num_heads,
-        head_dim,
-        causal,
-        window_size=(-1, -1),
-        *,
-        dtype=torch.bfloat16,
-        seed=0,
-    ):
-        inputs = random_inputs(batch, seqlen_q, seqlen_k, num_heads, head_dim, dtype=dtype, device="cuda", seed=seed)
+    def make(batch, seqlen_q, seqlen_k, num_heads, head_dim, causal, window_size=(-1, -1), **options):
+        inputs = random_inputs(batch, seqlen_q, seqlen_k, num_heads, head_dim, device="cuda", **options)
         scale = head_dim**-0.5
         out, lse = flash_attn_func(inputs.q, inputs.k, inputs.v, scale, causal, window_size, return_lse=True)
         return Problem(inputs, out, lse, scale, causal, window_size)

@@ -79,6 +79,37 @@ def test_awkward_lengths(name, lengths, head_dim, causal, make_problem, poison):
 
 
 @EVERY_SCHEDULE
+@MASKS
+@HEAD_DIMS
+@pytest.mark.parametrize("window_size", [(-1, -1), (100, 30)], ids=["", "window"])
+@pytest.mark.parametrize("num_heads_kv", [4, 2, 1], ids=lambda n: f"{8 // n} to 1")
+def test_grouped_heads(name, num_heads_kv, window_size, head_dim, causal, make_problem, poison):
+    """No query sees the first KV tile through the window: 100 back from 300 keys ahead."""
+    problem = make_problem(2, 700, 1000, 8, head_dim, causal, window_size, num_heads_kv=num_heads_kv)
+    schedule = problem.resolve(name)
+    x = problem.inputs
+    poison()
+    grads = problem.backward(schedule)
+    assert grads[1].shape == grads[2].shape == (2, 1000, num_heads_kv, head_dim)
+    if window_size != (-1, -1):
+        assert (grads[1][:, :128] == 0).all() and (grads[2][:, :128] == 0).all()
+    comparators = attention_backward_rounded(x.dout, x.q, x.k, x.v, problem.softmax_scale, causal, window_size)
+    assert_gradients_accurate(problem, grads, comparators)
+
+
+@MASKS
+@HEAD_DIMS
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 300), (300, 1), (129, 65)], ids=str)
+def test_grouped_heads_of_awkward_lengths(lengths, head_dim, causal, make_problem, poison):
+    problem = make_problem(3, *lengths, 6, head_dim, causal, num_heads_kv=2)
+    x = problem.inputs
+    poison()
+    grads = problem.backward("auto")
+    comparators = attention_backward_rounded(x.dout, x.q, x.k, x.v, problem.softmax_scale, causal)
+    assert_gradients_accurate(problem, grads, comparators)
+
+
+@EVERY_SCHEDULE
 @HEAD_DIMS
 def test_queries_without_keys_get_exactly_zero(name, head_dim, make_problem, poison):
     problem = make_problem(2, 256, 64, 3, head_dim, causal=True)

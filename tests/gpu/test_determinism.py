@@ -79,6 +79,22 @@ def test_bits_are_equal_over_runs_with_long_and_partial_tiles(name, make_problem
         assert_same_bits(problem.backward(schedule), expected)
 
 
+@EVERY_SCHEDULE
+@MASKS
+@pytest.mark.parametrize("window_size", [(-1, -1), (128, 60)], ids=["", "window"])
+@pytest.mark.parametrize("num_heads_kv", [8, 1], ids=lambda n: f"{16 // n} to 1")
+def test_bits_of_grouped_heads_are_equal_over_runs(
+    name, num_heads_kv, window_size, causal, make_problem, noise, poison
+):
+    problem = make_problem(8, 512, 512, 16, 128, causal, window_size, num_heads_kv=num_heads_kv)
+    schedule = ordered_or_skip(problem, name)
+    expected = problem.backward(schedule)
+    for run in range(NUM_RUNS // 2):
+        noise(run % 4)
+        poison()
+        assert_same_bits(problem.backward(schedule), expected)
+
+
 @MASKS
 def test_the_unordered_comparator_changes_its_bits(causal, make_problem, noise):
     """The negative control: the tests above could see a difference, on the same kernel."""

@@ -51,6 +51,22 @@ def test_forward_of_a_window_equals_fp64(head_dim, lengths, window_size, poison)
 
 @MASKS
 @WINDOWS
+@pytest.mark.parametrize("num_heads_kv", [4, 1])
+@pytest.mark.parametrize("lengths", [*LENGTHS, (256, 64)], ids=str)
+def test_forward_of_grouped_heads_equals_fp64(lengths, num_heads_kv, window_size, causal):
+    seqlen_q, seqlen_k = lengths
+    x = random_inputs(2, seqlen_q, seqlen_k, 8, 128, num_heads_kv=num_heads_kv, device="cuda")
+    out, lse = flash_attn_func(x.q, x.k, x.v, 0.1, causal, window_size, return_lse=True)
+    ref_out, ref_lse = attention_forward_ref(x.q, x.k, x.v, 0.1, causal, window_size)
+    assert out.is_contiguous() and lse.is_contiguous() and lse.shape == (2, 8, seqlen_q)
+    assert relative_error(out, ref_out) < torch.finfo(torch.bfloat16).eps
+    blind = ref_lse == -math.inf
+    assert torch.equal(lse == -math.inf, blind) and (out[blind.transpose(1, 2)] == 0).all()
+    torch.testing.assert_close(lse[~blind].double(), ref_lse[~blind], rtol=0, atol=LSE_TOLERANCE)
+
+
+@MASKS
+@WINDOWS
 @pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 1024)], ids=str)
 def test_forward_repeats_its_bits(lengths, window_size, causal, noise, poison):
     x = random_inputs(4, *lengths, 8, 128, device="cuda")
@@ -66,10 +82,11 @@ def test_forward_repeats_its_bits(lengths, window_size, causal, noise, poison):
 
 @MASKS
 @WINDOWS
-@pytest.mark.parametrize("lengths", [(512, 640), (1000, 1000), (640, 512)], ids=str)
-def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(lengths, window_size, causal):
+@pytest.mark.parametrize("num_heads_kv", [16, 2])
+@pytest.mark.parametrize("lengths", [(512, 640), (1000, 1000), (640, 512), (1, 640)], ids=str)
+def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(lengths, num_heads_kv, window_size, causal):
     """Few blocks or many: no kernel may split the keys by how full the device is."""
-    x = random_inputs(8, *lengths, 16, 64, device="cuda")
+    x = random_inputs(8, *lengths, 16, 64, num_heads_kv=num_heads_kv, device="cuda")
     options = dict(causal=causal, window_size=window_size, return_lse=True)
     out, lse = flash_attn_func(x.q, x.k, x.v, **options)
     for batch in (1, 2, 5):

@@ -31,7 +31,7 @@ def zeros(*shape, dtype=torch.bfloat16, device="cuda"):
         ),
         (lambda: dict(k=zeros(1, 256, 2, 64, dtype=torch.float16)), TypeError, "k has dtype torch.float16"),
         (lambda: dict(k=zeros(1, 256, 2, 64, device="cpu")), ValueError, "k is on cpu; allowed: the device of q"),
-        (lambda: dict(k=zeros(1, 256, 1, 64), v=zeros(1, 256, 1, 64)), ValueError, "grouped-query attention"),
+        (lambda: dict(k=zeros(1, 256, 3, 64), v=zeros(1, 256, 3, 64)), ValueError, "allowed: a divisor of 2"),
         (lambda: {name: zeros(1, 256, 2, 96) for name in "qkv"}, ValueError, "head_dim 96; allowed"),
         (lambda: dict(schedule="shfit"), ValueError, "did you mean 'shift'"),
         (lambda: dict(schedule="shift", causal=True), ValueError, "schedule='shift' cannot implement"),
@@ -41,7 +41,7 @@ def zeros(*shape, dtype=torch.bfloat16, device="cuda"):
             "schedule='shift' needs 256 resident CTAs .* at most",
         ),
     ],
-    ids=["fp32", "mixed dtypes", "mixed devices", "gqa", "head dim", "schedule", "mask", "residency"],
+    ids=["fp32", "mixed dtypes", "mixed devices", "KV heads", "head dim", "schedule", "mask", "residency"],
 )
 def test_bad_input_raises(make_changes, error, message):
     with pytest.raises(error, match=message):
@@ -49,10 +49,11 @@ def test_bad_input_raises(make_changes, error, message):
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (100, 20)], ids=["", "window"])
+@pytest.mark.parametrize("num_heads_kv", [4, 2])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_opcheck(causal, window):
+def test_opcheck(causal, num_heads_kv, window):
     name = "shortest_first" if causal else "baseline"
-    x = random_inputs(2, 256, 384, 2, 128, device="cuda")
+    x = random_inputs(2, 256, 384, 4, 128, num_heads_kv=num_heads_kv, device="cuda")
     leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
     torch.library.opcheck(torch.ops.cute_dash.attention_forward.default, (*leaves, 0.1, causal, *window, name))
     out, lse = flash_attn_func(x.q, x.k, x.v, 0.1, causal, window, return_lse=True)

@@ -11,11 +11,11 @@ from cute_dash.testing import assert_bitwise_equal
 
 
 def promised_order(schedule, shape):
-    """n_blocks by lock value for each dQ tile of a stream, -1 beyond them: (num_heads, num_m_blocks, num_n_blocks)."""
-    order = torch.full((shape.num_heads, shape.num_m_blocks, shape.num_n_blocks), -1, dtype=torch.int32)
-    for head_idx in range(shape.num_heads):
+    """n_blocks by lock value for each dQ tile of a query head, -1 beyond them: (num_heads, num_m_blocks, num_n_blocks)."""
+    order = torch.full((shape.num_query_heads, shape.num_m_blocks, shape.num_n_blocks), -1, dtype=torch.int32)
+    for head_idx in range(shape.num_query_heads):
         for n_block in range(shape.num_n_blocks):
-            tile = WorkTile(n_block, head_idx, 0)
+            tile = WorkTile(n_block, head_idx // shape.group_size, 0)
             for m_block in range(shape.get_m_block_min(n_block), shape.get_m_block_max(n_block)):
                 order[head_idx, m_block, schedule.get_lock_value(m_block, tile, shape)] = n_block
     return order
@@ -23,10 +23,11 @@ def promised_order(schedule, shape):
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (300, 70), (500, 0)], ids=str)
 @pytest.mark.parametrize("seqlen_k", [2000, 3000])
+@pytest.mark.parametrize("num_heads_kv", [16, 4, 1])
 @pytest.mark.parametrize("name", registry.available())
-def test_additions_happen_in_the_promised_order(name, seqlen_k, window_size, make_problem, noise):
+def test_additions_happen_in_the_promised_order(name, num_heads_kv, seqlen_k, window_size, make_problem, noise):
     causal = name != "shift"
-    problem = make_problem(1, 2048, seqlen_k, 16, 128, causal, window_size)
+    problem = make_problem(1, 2048, seqlen_k, 16, 128, causal, window_size, num_heads_kv=num_heads_kv)
     schedule = problem.resolve(name)
     if not schedule.ordered:
         pytest.skip(f"{name} promises no order")
