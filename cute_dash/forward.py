@@ -1,6 +1,6 @@
 """Attention forward on CUDA through torch's libraries, brought to this package's semantics.
 
-Host. cuDNN where torch says that it applies, else FlashAttention-2; both give LSE in fp32, natural logarithm. These
+Host. cuDNN where it applies, else FlashAttention-2; both give LSE in fp32, natural logarithm. These
 things differ between them and from the contract:
 
 * causal with seqlen_q != seqlen_k: cuDNN aligns the mask top-left; FlashAttention-2, from version 2.1 on and when called
@@ -10,17 +10,21 @@ things differ between them and from the contract:
   wrong for some queries if there are more queries than keys: those go to it in parts, see `_split_queries`.
 * called with a batch of equal lengths, FlashAttention-2 may split the keys among CTAs by how many blocks the batch has and
   how many SMs the device: the bits of a sequence's out would depend on both. Called with cumulative lengths it does not.
+* for a single query cuDNN splits the keys likewise: few queries go to FlashAttention-2.
 * queries that see no key (the first seqlen_q - seqlen_k - right): their out and LSE are undefined or +inf there; the
   contract says out 0 and LSE -inf.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_dash.problem import Window, normalize_mask
+
+_CUDNN_MIN_VERSION = 90100
+_CUDNN_MIN_QUERIES = 128
 
 
 def forward(
@@ -48,7 +52,7 @@ def forward(
     if window is not None:
         out, lse = _local_forward(q, k, v, softmax_scale, window)
     else:
-        run = _cudnn_forward if _cudnn_applies(q, k, v, causal) else _flash_forward
+        run = _cudnn_forward if _cudnn_applies(q, k, causal) else _flash_forward
         out, lse = run(q, k, v, softmax_scale, causal)
     right = 0 if causal else seqlen_q if window is None else window.right
     num_blind_queries = max(seqlen_q - seqlen_k - right, 0)
@@ -100,13 +104,16 @@ def _local_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window
     return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
 
 
-def _cudnn_applies(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    if causal and q.shape[1] != k.shape[1]:
+def _cudnn_applies(q: Tensor, k: Tensor, causal: bool) -> bool:
+    """A function of shapes and of the installed libraries alone, like the choice of a schedule.
+
+    Not `torch.backends.cuda.can_use_cudnn_attention`: what that says depends on switches that must not change bits
+    (`sdpa_kernel`, `torch.use_deterministic_algorithms`).
+    """
+    if (causal and q.shape[1] != k.shape[1]) or q.shape[1] < _CUDNN_MIN_QUERIES:
         return False
-    make_params: Any = torch.backends.cuda.SDPAParams  # torch declares other parameters than this C++ class takes
-    heads_first = (x.detach().transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[2] != k.shape[2]
-    return torch.backends.cuda.can_use_cudnn_attention(make_params(*heads_first, None, 0.0, causal, grouped))
+    cudnn: Any = torch.backends.cudnn  # untyped in torch
+    return bool(cudnn.is_available() and cudnn.version() >= _CUDNN_MIN_VERSION)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:

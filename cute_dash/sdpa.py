@@ -7,9 +7,8 @@
 
 While active, the CUDA kernels of torch's flash backend for dense tensors are replaced, forward and backward, until
 `torch.nn.attention.restore_flash_attention_impl()`. Which backend torch takes stays torch's choice: name it, as above, or
-another one may run. Naming flash alone switches cuDNN off, also for this package's forward, which then is
-FlashAttention-2's; compiled code runs outside such a context. What this package does not support raises in the forward;
-nothing falls back. Not replaced: nested tensors and `torch.nn.attention.varlen`.
+another one may run. What this package does not support raises in the forward; nothing falls back. Not replaced: nested
+tensors and `torch.nn.attention.varlen`.
 
 Tensors are (batch, num_heads, seqlen, head_dim) here, as torch has them; LSE is (batch, num_heads, seqlen_q).
 """

@@ -12,6 +12,7 @@ The table (first row that fits; KV tiles of one stream):
     causal  128     <= 64     SymmetricShift(heads_per_group=0, window=64)
     causal  any     any       LongestFirst(heads_per_group=16)
     full    128     <= 16     Shift(heads_per_group=0, window=64)
+    full    128     any       ShortestFirst(heads_per_group=0)
     full    any     any       LongestFirst(heads_per_group=8)
     local   any     any       ShortestFirst(heads_per_group=0)
 """
@@ -31,7 +32,7 @@ class AutoInvariant(SelectingSchedule):
     """Selects among the batch-invariant schedules."""
 
     name: ClassVar[str] = "auto_invariant"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     batch_invariant: ClassVar[bool] = True
     table: ClassVar[tuple[SelectorRow, ...]] = (
         SelectorRow("causal", 8, ShortestFirst(), tile_m=64),
@@ -39,6 +40,7 @@ class AutoInvariant(SelectingSchedule):
         SelectorRow("causal", 64, SymmetricShift(), tile_m=128),
         SelectorRow("causal", None, LongestFirst(heads_per_group=16)),
         SelectorRow("full", 16, Shift(), tile_m=128),
+        SelectorRow("full", None, ShortestFirst(), tile_m=128),
         SelectorRow("full", None, LongestFirst(heads_per_group=8)),
         SelectorRow("local", None, ShortestFirst()),
     )

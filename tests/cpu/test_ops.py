@@ -1,5 +1,6 @@
 """The torch side on CPU tensors: gradients through autograd, opcheck, fake tensors, schedules as strings, layouts."""
 
+import contextlib
 import itertools
 import math
 import threading
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_dash
 from cute_dash import emulator, forward, interface, ops
@@ -380,7 +382,12 @@ def test_autograd_runs_the_schedule_named_in_the_forward():
     assert interface.last_schedule().name == "descending"
 
 
-@LENGTHS
+def have_cudnn(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+
+
+@pytest.mark.parametrize("lengths", [(1, 200), (127, 127), (128, 128), (200, 300), (300, 200)], ids=str)
 @MASKS
 def test_library_forward_takes_the_backend_with_the_right_mask(monkeypatch, causal, lengths):
     """Which library runs, where cuDNN would take everything; the libraries themselves need a GPU."""
@@ -390,12 +397,26 @@ def test_library_forward_takes_the_backend_with_the_right_mask(monkeypatch, caus
     def library(name):
         return lambda q, k, v, scale, causal: called.append(name) or emulator.forward(q, k, v, scale, causal)
 
-    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
+    have_cudnn(monkeypatch)
     monkeypatch.setattr(forward, "_cudnn_forward", library("cudnn"))
     monkeypatch.setattr(forward, "_flash_forward", library("flash"))
     forward.forward(x.q, x.k, x.v, 0.1, causal)
-    unequal = lengths[0] != lengths[1]
-    assert called == ["flash" if causal and unequal else "cudnn"]
+    unequal, few_queries = lengths[0] != lengths[1], lengths[0] < 128
+    assert called == ["flash" if few_queries or (causal and unequal) else "cudnn"]
+
+
+@pytest.mark.parametrize("switch", ["sdpa_kernel", "deterministic"])
+def test_torchs_switches_do_not_change_the_library(monkeypatch, switch):
+    """Another library would be other bits."""
+    have_cudnn(monkeypatch)
+    q = torch.zeros(1, 256, 2, 64)
+    if switch == "deterministic":
+        torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH) if switch == "sdpa_kernel" else contextlib.nullcontext():
+            assert forward._cudnn_applies(q, q, False)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def flash_sees(seqlen_q, seqlen_k, causal, window_left, window_right):
@@ -451,7 +472,7 @@ def test_library_forward_of_a_window(monkeypatch, lengths, window_size):
         out = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1).nan_to_num(7.0), v)
         return out, lse.masked_fill(lse == -math.inf, math.inf)
 
-    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
+    have_cudnn(monkeypatch)
     monkeypatch.setattr(forward, "_cudnn_forward", None)
     monkeypatch.setattr(forward, "_flash_forward", flash)
     out, lse = forward.forward(x.q, x.k, x.v, 0.1, False, window_size)

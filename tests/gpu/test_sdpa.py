@@ -40,12 +40,6 @@ def ours(q, k, v, causal):
     return flash_attn_func(q, k, v, causal=causal)
 
 
-def ours_without_cudnn(q, k, v, causal):
-    """Naming torch's flash backend switches cuDNN off, for this package's forward too."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return ours(q, k, v, causal)
-
-
 def assert_same_bits(actual, expected):
     for name, a, b in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         assert_bitwise_equal(a, b, name)
@@ -55,7 +49,7 @@ def assert_same_bits(actual, expected):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_bits_are_those_of_this_package(head_dim, causal, active):
     x = random_inputs(2, 1024, 1024, 4, head_dim, device="cuda")
-    expected = step(ours_without_cudnn, x, causal)
+    expected = step(ours, x, causal)
     flash_attn_func(*(t.clone().requires_grad_() for t in x[:3]), schedule="baseline").sum().backward()
     for _ in range(20):
         assert_same_bits(step(attention, x, causal), expected)
