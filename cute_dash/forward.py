@@ -16,7 +16,7 @@ things differ between them and from the contract:
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
