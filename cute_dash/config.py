@@ -1,7 +1,8 @@
 """Static configuration of the Hopper backward kernel: tile shapes, stages and register budget per head dim.
 
 Host only; needs neither torch nor cutlass, so that the emulator, the checker and the command line can ask for tile shapes anywhere.
-The choice depends on head dim and mask alone, never on the device: tile shapes are part of the determinism contract.
+The choice depends on head dim, mask and whether lengths differ, never on the device: tile shapes are part of the determinism
+contract.
 """
 
 from dataclasses import dataclass
@@ -108,15 +109,15 @@ class BwdConfig:
 
 
 @lru_cache
-def get_config(head_dim: int, causal: bool) -> BwdConfig:
-    """The configuration compiled for a head dim and mask.
+def get_config(head_dim: int, causal: bool, varlen: bool = False) -> BwdConfig:
+    """The configuration compiled for a head dim and mask, and for sequences of different lengths.
 
     Raises:
         ValueError: unsupported head dim, naming the supported ones.
     """
     if head_dim == 64:
         return _fused(head_dim, causal, tile_m=128)
-    if causal:
+    if causal or varlen:  # 80 rows leave the producer warps no registers to look sequences up
         return _fused(head_dim, causal, tile_m=64)
     return BwdConfig(head_dim, causal, tile_m=80, tile_n=128)
 

@@ -115,6 +115,81 @@ def backward(
     return _from_streams(dq, q.dtype), _from_streams(dk, q.dtype), _from_streams(dv, q.dtype)
 
 
+def forward_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, softmax_scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`forward`, sequence by sequence.
+
+    Args:
+        q: (total_q, num_heads, head_dim); k, v: (total_k, num_heads_kv, head_dim).
+        cu_seqlens_q, cu_seqlens_k: (number of sequences + 1,): starts of the sequences and the end of the last.
+
+    Returns:
+        out (total_q, num_heads, head_dim) and LSE (num_heads, total_q); 0 and -inf of queries that see no key or belong to
+        no sequence.
+    """
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32, device=q.device)
+    for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+        out_of_one, lse_of_one = forward(q[None, rows], k[None, keys], v[None, keys], softmax_scale, causal)
+        out[rows], lse[:, rows] = out_of_one[0], lse_of_one[0]
+    return out, lse
+
+
+def backward_varlen(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    schedule: Schedule,
+    *,
+    interleaving: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward`, sequence by sequence, each as a batch of one under the same concrete schedule.
+
+    Args:
+        dout, q, out: (total_q, num_heads, head_dim); k, v: (total_k, num_heads_kv, head_dim); lse: (num_heads, total_q).
+        cu_seqlens_q, cu_seqlens_k: as for `forward_varlen`.
+
+    Returns:
+        dq, dk, dv in the shapes of q, k, v; 0 where no pair of a query and a key is.
+    """
+    config = get_config(q.shape[-1], causal, varlen=True)
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+        of_queries, of_keys = (x[None, rows] for x in (dout, q, out)), (x[None, keys] for x in (k, v))
+        (dout_b, q_b, out_b), (k_b, v_b), lse_b = of_queries, of_keys, lse[None, :, rows]
+        grads = backward(
+            dout_b,
+            q_b,
+            k_b,
+            v_b,
+            out_b,
+            lse_b,
+            softmax_scale,
+            causal,
+            schedule,
+            config=config,
+            interleaving=interleaving,
+        )
+        dq[rows], dk[keys], dv[keys] = (grad[0] for grad in grads)
+    return dq, dk, dv
+
+
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Queries and keys of each sequence that has both."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        if q0 < q1 and k0 < k1:
+            yield slice(q0, q1), slice(k0, k1)
+
+
 @dataclass(frozen=True)
 class _Operands:
     """Inputs of the main loop: (batch, num_heads or num_heads_kv, seqlen, head_dim) fp32.

@@ -1,4 +1,4 @@
-"""The torch.library custom ops `cute_dash::attention_forward` and `cute_dash::attention_backward`.
+"""The torch.library custom ops `cute_dash::attention_forward`, `attention_backward` and their `attention_varlen_` kin.
 
 Functional ops with CPU (emulator), CUDA (libraries' forward, this package's backward kernel), fake and autograd
 registrations. Every implementation validates before it launches anything, so the raw ops are as safe as the functions
@@ -158,6 +158,119 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _check_varlen_options(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    max_seqlens: tuple[int, int],
+    softmax_scale: float | None,
+    causal: bool,
+    schedule: str,
+) -> tuple[float, Schedule]:
+    """`_check_options` with cu_seqlens."""
+    validation.check_device(q.device)
+    validation.check_scale(softmax_scale)
+    validation.check_cu_seqlens(*cu_seqlens, q, k)
+    for name, max_seqlen, cu in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, cu_seqlens, strict=True):
+        validation.check_max_seqlen(name, max_seqlen, cu)
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(q.shape[-1])
+    spec = _schedules.get(schedule, schedule)
+    return softmax_scale, validation.resolve_varlen_schedule(spec, q, k, cu_seqlens, max_seqlens, causal)
+
+
+@torch.library.custom_op("cute_dash::attention_varlen_forward", mutates_args=(), device_types=("cpu", "cuda"))
+def attention_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    schedule: str,
+) -> tuple[Tensor, Tensor]:
+    """out (total_q, num_heads, head_dim) and LSE (num_heads, total_q); `schedule` is the backward's."""
+    validation.check_varlen_qkv(q, k, v)
+    cu_seqlens, max_seqlens = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    scale, _ = _check_varlen_options(q, k, cu_seqlens, max_seqlens, softmax_scale, causal, schedule)
+    if q.device.type == "cpu" or 0 in (q.shape[0], k.shape[0], *max_seqlens):
+        # on the GPU too where no query meets a key: without a sequence that has both, this launches fills only
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_k) if q.device.type == "cpu" else _NO_SEQUENCES
+        return emulator.forward_varlen(q, k, v, *cu_seqlens, scale, causal)
+    with torch.cuda.device(q.device):
+        cu_seqlens = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
+        return forward.forward_varlen(aligned(q), aligned(k), aligned(v), cu_seqlens, max_seqlens, scale, causal)
+
+
+_NO_SEQUENCES = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+
+
+@attention_varlen_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    validation.check_varlen_qkv(q, k, v)
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("cute_dash::attention_varlen_backward", mutates_args=(), device_types=("cpu", "cuda"))
+def attention_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    schedule: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the shapes and dtype of q, k, v, contiguous."""
+    validation.check_varlen_backward_tensors(dout, q, k, v, out, lse)
+    cu_seqlens, max_seqlens = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    scale, concrete = _check_varlen_options(q, k, cu_seqlens, max_seqlens, softmax_scale, causal, schedule)
+    grads: tuple[Tensor, Tensor, Tensor]
+    if q.device.type == "cpu":
+        grads = emulator.backward_varlen(dout, q, k, v, out, lse, *cu_seqlens, scale, causal, concrete)
+    elif 0 in (q.shape[0], k.shape[0]):
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        grads = dq, dk, dv
+    else:
+        from cute_dash import launch  # needs the DSL, which a machine without a GPU may lack
+
+        dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
+        cu_seqlens = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
+        with torch.cuda.device(q.device):
+            grads = launch.backward_varlen(dout, q, k, v, out, lse.contiguous(), *cu_seqlens, scale, causal, concrete)
+    _record(schedule, concrete)
+    return grads
+
+
+@attention_varlen_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    validation.check_varlen_backward_tensors(dout, q, k, v, out, lse)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_varlen_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+    ctx.mark_non_differentiable(lse)
+
+
+def _varlen_autograd(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = attention_varlen_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return dq, dk, dv, *[None] * (2 + len(ctx.options))
+
+
 def _setup_forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.softmax_scale, ctx.causal, ctx.schedule = inputs
     out, lse = output
@@ -172,11 +285,13 @@ def _forward_autograd(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tens
 
 
 def _backward_autograd(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-    raise RuntimeError("cute_dash::attention_backward has no derivative: double backward is not supported")
+    raise RuntimeError("cute_dash's attention backward has no derivative: double backward is not supported")
 
 
 attention_forward.register_autograd(_forward_autograd, setup_context=_setup_forward_context)
 attention_backward.register_autograd(_backward_autograd)
+attention_varlen_forward.register_autograd(_varlen_autograd, setup_context=_setup_varlen_context)
+attention_varlen_backward.register_autograd(_backward_autograd)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -11,13 +11,14 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from cute_dash.check import check
 from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
 from cute_dash.problem import ProblemShape
-from cute_dash.registry import resolve
-from cute_dash.schedule import Schedule
+from cute_dash.registry import load, resolve
+from cute_dash.schedule import Schedule, SelectingSchedule, needs_one_cta
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_CUDA_DTYPES, torch.float32)
@@ -28,6 +29,7 @@ TESTED_SCHEDULES = frozenset(
 )
 _TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
 MAX_TILES = 2**31 - 2**16  # the kernel numbers tiles in 32 bits and counts a little beyond the last one
+MAX_VARLEN_TOKENS = 2**30 - 2**16  # the kernel tells the end of a sequence by coordinates around 2**30
 _HOPPER = (9, 0)
 
 
@@ -87,6 +89,64 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_shape("v", v, tuple(k.shape))
 
 
+def check_varlen_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shapes, dtypes and devices of q (total_q, num_heads, head_dim) and k, v (total_k, num_heads_kv, head_dim)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: 3-D (total tokens, num_heads, head_dim)")
+        if min(x.shape[1:]) < 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: every extent but the first at least 1")
+        if x.shape[0] > MAX_VARLEN_TOKENS:
+            raise ValueError(f"{name} has {x.shape[0]} tokens; allowed: at most {MAX_VARLEN_TOKENS}")
+    _check_dtype(q)
+    _check_same("k", k, "q", q)
+    _check_same("v", v, "q", q)
+    _, num_heads, head_dim = q.shape
+    if head_dim not in SUPPORTED_HEAD_DIMS:
+        raise ValueError(f"q has head_dim {head_dim}; allowed: {SUPPORTED_HEAD_DIMS}")
+    check_num_heads(num_heads, k.shape[1])
+    _check_shape("k", k, (k.shape[0], k.shape[1], head_dim))
+    _check_shape("v", v, tuple(k.shape))
+
+
+def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor) -> None:
+    """Both (number of sequences + 1,), int32, on the device of q; of CPU tensors the values too."""
+    for name, cu, x in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
+        if cu.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {cu.dtype}; allowed: torch.int32")
+        if cu.device != q.device:
+            raise ValueError(f"{name} is on {cu.device}; allowed: the device of q ({q.device})")
+        if cu.ndim != 1 or len(cu) < 2:
+            raise ValueError(
+                f"{name} has shape {tuple(cu.shape)}; allowed: 1-D, with one more than there are sequences"
+            )
+        if cu.device.type == "cpu" and not _is_fake(cu):
+            values = cu.tolist()
+            if values[0] != 0 or sorted(values) != values or values[-1] > x.shape[0]:
+                raise ValueError(f"{name} is {values}; allowed: from 0, not descending, to at most {x.shape[0]} tokens")
+    _check_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
+
+
+def check_max_seqlen(name: str, max_seqlen: int, cu_seqlens: Tensor) -> None:
+    """At least 0 and, where the lengths are known here, the longest of them."""
+    if max_seqlen < 0:
+        raise ValueError(f"{name}={max_seqlen}; allowed: at least 0")
+    if cu_seqlens.device.type == "cpu" and not _is_fake(cu_seqlens):
+        longest = max(_lengths(cu_seqlens.tolist()))
+        if max_seqlen < longest:
+            raise ValueError(f"{name}={max_seqlen}; allowed: at least the longest sequence ({longest})")
+
+
+def _is_fake(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor)
+
+
+def check_varlen_backward_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """`check_varlen_qkv`, and dout and out like q, lse (num_heads, total_q) fp32."""
+    check_varlen_qkv(q, k, v)
+    _check_row_tensors(dout, q, out, lse, (q.shape[1], q.shape[0]))
+
+
 def check_num_heads(num_heads: int, num_heads_kv: int) -> None:
     """Every KV head has the same number of query heads."""
     if num_heads % num_heads_kv:
@@ -99,6 +159,10 @@ def check_num_heads(num_heads: int, num_heads_kv: int) -> None:
 def check_backward_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     """`check_qkv`, and dout and out like q, lse (batch, num_heads, seqlen_q) fp32."""
     check_qkv(q, k, v)
+    _check_row_tensors(dout, q, out, lse, (q.shape[0], q.shape[2], q.shape[1]))
+
+
+def _check_row_tensors(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, lse_shape: tuple[int, ...]) -> None:
     for name, x in (("dout", dout), ("out", out)):
         _check_same(name, x, "q", q)
         _check_shape(name, x, tuple(q.shape))
@@ -106,7 +170,7 @@ def check_backward_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
         raise TypeError(f"lse has dtype {lse.dtype}; allowed: torch.float32")
     if lse.device != q.device:
         raise ValueError(f"lse is on {lse.device}; allowed: the device of q ({q.device})")
-    _check_shape("lse", lse, (q.shape[0], q.shape[2], q.shape[1]))
+    _check_shape("lse", lse, lse_shape)
 
 
 def check_device(device: torch.device) -> None:
@@ -140,6 +204,52 @@ def _resolve_for(
     if device_sms is not None:
         check_residency(schedule, shape, device_sms)
     return schedule
+
+
+def resolve_varlen_schedule(
+    spec: "str | Schedule",
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    max_seqlens: tuple[int, int],
+    causal: bool,
+) -> Schedule:
+    """The concrete schedule for sequences of different lengths: chosen by the longest, fit for all.
+
+    What this package does not ship is proven for each pair of lengths, for which a copy of `cu_seqlens` goes to the host.
+
+    Raises:
+        ValueError: unknown name, or a schedule that may need several resident CTAs or cannot implement the shape.
+    """
+    num_heads, num_heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[2]
+    config = get_config(head_dim, causal, varlen=True)
+    group_size = num_heads // num_heads_kv
+    longest = config.make_shape(1, num_heads_kv, max(max_seqlens[0], 1), max(max_seqlens[1], 1), group_size)
+    num_tiles = num_heads * (len(cu_seqlens[0]) + max(q.shape[0] // config.tile_m, k.shape[0] // config.tile_n))
+    if num_tiles > MAX_TILES:
+        raise ValueError(
+            f"{tuple(q.shape)=} and {tuple(k.shape)=} make {num_tiles} tiles; allowed: at most {MAX_TILES}"
+        )
+    schedule = load(spec) if isinstance(spec, str) else spec
+    if isinstance(schedule, SelectingSchedule):
+        schedule = schedule.select_varlen(longest)
+    schedule = resolve(schedule, longest)
+    if not needs_one_cta(schedule):
+        raise ValueError(
+            f"schedule={schedule.name!r} may need several resident CTAs, how many depends on lengths that are known on the "
+            f"device only; allowed with cu_seqlens: 'auto', 'auto_invariant' and schedules that inherit min_resident_ctas and "
+            f"get_window from DenseSchedule"
+        )
+    if type(schedule).__module__ not in _TESTED_MODULES:
+        starts_q, starts_k = (cu.tolist() for cu in cu_seqlens)
+        for seqlen_q, seqlen_k in set(zip(_lengths(starts_q), _lengths(starts_k), strict=True)):
+            if seqlen_q and seqlen_k:
+                prove(schedule, replace(longest, seqlen_q=seqlen_q, seqlen_k=seqlen_k))
+    return schedule
+
+
+def _lengths(starts: list[int]) -> list[int]:
+    return [end - start for start, end in zip(starts, starts[1:], strict=False)]
 
 
 def check_index_range(shape: ProblemShape) -> None:

@@ -11,7 +11,7 @@ from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.flash_bwd_post import FlashAttentionBackwardPostprocess, PostGmem
 from cute_dash.kernels.flash_bwd_pre import FlashAttentionBackwardPreprocess, PreGmem
 from cute_dash.kernels.flash_bwd_sm90 import FlashAttentionBackwardSm90
-from cute_dash.kernels.workspace import WorkspaceLayout
+from cute_dash.kernels.workspace import WorkspaceLayout, get_num_tiles
 from cute_dash.schedule import Schedule
 
 
@@ -53,6 +53,8 @@ class AttentionBackward:
         mWorkspace: cute.Tensor,
         mRecord: cute.Tensor | None,
         mStuck: cute.Tensor | None,
+        mCuSeqlensQ: cute.Tensor | None,
+        mCuSeqlensK: cute.Tensor | None,
         softmax_scale: Float32,
         num_ctas: Int32,
         stream,
@@ -66,6 +68,8 @@ class AttentionBackward:
             mWorkspace: (WorkspaceLayout.size,), fp32, uninitialised.
             mRecord: debug builds: (batch * num_heads, num_m_blocks, num_n_blocks + 1), int32, zeros.
             mStuck: debug builds: (8,), int32, zeros.
+            mCuSeqlensQ, mCuSeqlensK: (number of sequences + 1,), int32, if sequences have lengths of their own: then
+                they follow each other in tensors of batch 1, and seqlen_q and seqlen_k are the tokens of all.
             num_ctas: CTAs of the main kernel; all of them must fit on the device at once.
         """
         # (batch, seqlen, num_heads, head_dim) -> (seqlen, head_dim, num_heads, batch)
@@ -76,13 +80,25 @@ class AttentionBackward:
         seqlen_q, _, num_heads, batch = mQ.shape
         seqlen_k, _, num_heads_kv, _ = mK.shape
         group_size = Int32(num_heads) // Int32(num_heads_kv) if const_expr(self.grouped) else None
-        extents = Extents(Int32(batch), Int32(num_heads_kv), Int32(seqlen_q), Int32(seqlen_k), group_size)
+        if const_expr(mCuSeqlensQ is not None):
+            batch = mCuSeqlensQ.shape[0] - 1
+        extents = Extents(
+            Int32(batch),
+            Int32(num_heads_kv),
+            Int32(seqlen_q),
+            Int32(seqlen_k),
+            group_size,
+            mCuSeqlensQ,
+            mCuSeqlensK,
+        )
         mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter = self.split_workspace(mWorkspace, extents)
         if const_expr(self.debug):
             mRecord = select_modes(mRecord, (2, 1, 0))
         fuse_dQ = const_expr(self.main.fuse_dQ)
         mdQ_main = mdQ if fuse_dQ else None
-        self.pre(PreGmem(mO, mdO, mLSE, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mdQ_main), extents, stream)
+        mdKV = (mdK, mdV) if const_expr(extents.varlen) else (None, None)
+        pre_gmem = PreGmem(mO, mdO, mLSE, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mdQ_main, *mdKV)
+        self.pre(pre_gmem, extents, stream)
         gmem = Gmem(
             mQ, mK, mV, mdO, mdK, mdV, mdQ_main, mLSE_log2, mdPsum, mdQaccum, mSemaphore, mCounter, mRecord, mStuck
         )
@@ -95,6 +111,9 @@ class AttentionBackward:
         config = self.config
         num_streams = extents.batch * extents.num_query_heads
         num_m_blocks = ceil_div(extents.seqlen_q, config.tile_m)
+        if const_expr(extents.varlen):
+            num_streams = extents.num_query_heads
+            num_m_blocks = get_num_tiles(extents.seqlen_q, extents.batch, config.tile_m)
         layout = WorkspaceLayout(Int64(num_streams), Int64(num_m_blocks), config.tile_m, config.head_dim)
         base = mWorkspace.iterator
 

@@ -78,7 +78,7 @@ def test_launch_arguments(name, seqlen, causal, cooperative, num_ctas, launches)
         assert all(a is b for a, b in zip(tensors, expected, strict=True))
         num_m_blocks = -(-seqlen // config.tile_m)
         assert workspace.numel() == WorkspaceLayout(6, num_m_blocks, config.tile_m, 128).size
-        assert rest == (None, None, 0.5, num_ctas)
+        assert rest == (None, None, None, None, 0.5, num_ctas)
 
 
 @pytest.mark.parametrize(("num_heads_kv", "grouped", "num_ctas"), [(4, False, 8), (2, True, 4), (1, True, 2)])
