@@ -221,31 +221,44 @@ def resolve_varlen_schedule(
     Raises:
         ValueError: unknown name, or a schedule that may need several resident CTAs or cannot implement the shape.
     """
-    num_heads, num_heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[2]
-    config = get_config(head_dim, causal, varlen=True)
-    group_size = num_heads // num_heads_kv
-    longest = config.make_shape(1, num_heads_kv, max(max_seqlens[0], 1), max(max_seqlens[1], 1), group_size)
-    num_tiles = num_heads * (len(cu_seqlens[0]) + max(q.shape[0] // config.tile_m, k.shape[0] // config.tile_n))
-    if num_tiles > MAX_TILES:
-        raise ValueError(
-            f"{tuple(q.shape)=} and {tuple(k.shape)=} make {num_tiles} tiles; allowed: at most {MAX_TILES}"
-        )
-    schedule = load(spec) if isinstance(spec, str) else spec
-    if isinstance(schedule, SelectingSchedule):
-        schedule = schedule.select_varlen(longest)
-    schedule = resolve(schedule, longest)
-    if not needs_one_cta(schedule):
-        raise ValueError(
-            f"schedule={schedule.name!r} may need several resident CTAs, how many depends on lengths that are known on the "
-            f"device only; allowed with cu_seqlens: 'auto', 'auto_invariant' and schedules that inherit min_resident_ctas and "
-            f"get_window from DenseSchedule"
-        )
+    num_sequences = len(cu_seqlens[0]) - 1
+    schedule, longest = _resolve_varlen_for(spec, q.shape, k.shape, num_sequences, max_seqlens, causal)  # type: ignore[arg-type]
     if type(schedule).__module__ not in _TESTED_MODULES:
         starts_q, starts_k = (cu.tolist() for cu in cu_seqlens)
         for seqlen_q, seqlen_k in set(zip(_lengths(starts_q), _lengths(starts_k), strict=True)):
             if seqlen_q and seqlen_k:
                 prove(schedule, replace(longest, seqlen_q=seqlen_q, seqlen_k=seqlen_k))
     return schedule
+
+
+@lru_cache(maxsize=1024)
+def _resolve_varlen_for(
+    spec: "str | Schedule",
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    num_sequences: int,
+    max_seqlens: tuple[int, int],
+    causal: bool,
+) -> tuple[Schedule, ProblemShape]:
+    """The schedule, and the shape of a sequence of the greatest lengths."""
+    (total_q, num_heads, head_dim), (total_k, num_heads_kv, _) = q_shape, k_shape
+    config = get_config(head_dim, causal, varlen=True)
+    seqlen_q, seqlen_k = (max(length, 1) for length in max_seqlens)
+    longest = config.make_shape(1, num_heads_kv, seqlen_q, seqlen_k, num_heads // num_heads_kv)
+    num_tiles = num_heads * (num_sequences + 1 + max(total_q // config.tile_m, total_k // config.tile_n))
+    if num_tiles > MAX_TILES:
+        raise ValueError(f"q {q_shape} and k {k_shape} make {num_tiles} tiles; allowed: at most {MAX_TILES}")
+    schedule = load(spec) if isinstance(spec, str) else spec
+    if isinstance(schedule, SelectingSchedule):
+        schedule = schedule.select_varlen(longest)
+    schedule = resolve(schedule, longest)
+    if not needs_one_cta(schedule):
+        raise ValueError(
+            f"schedule={schedule.name!r} may need several resident CTAs, how many depends on lengths that only the device "
+            f"knows; allowed with cu_seqlens: 'auto', 'auto_invariant' and schedules that inherit min_resident_ctas and "
+            f"get_window from DenseSchedule"
+        )
+    return schedule, longest
 
 
 def _lengths(starts: list[int]) -> list[int]:
