@@ -12,7 +12,9 @@ __version__ = "0.1.0"
 # public name -> module that defines it
 _LAZY = {
     "flash_attn_func": "cute_dash.interface",
+    "flash_attn_varlen_func": "cute_dash.interface",
     "attention_backward": "cute_dash.interface",
+    "attention_varlen_backward": "cute_dash.interface",
     "register_sdpa": "cute_dash.sdpa",
     "ProblemShape": "cute_dash.problem",
     "WorkTile": "cute_dash.schedule",

@@ -29,7 +29,7 @@ from cute_dash.check import ScheduleError, describe_failure, find_violation
 from cute_dash.config import SUPPORTED_HEAD_DIMS, BwdConfig, get_config
 from cute_dash.problem import MASKS, ProblemShape, Window, normalize_mask
 from cute_dash.registry import ScheduleFileError, ShadowedPackageError, UnsupportedShapeError
-from cute_dash.schedule import Schedule
+from cute_dash.schedule import Schedule, SelectingSchedule, needs_one_cta
 
 if TYPE_CHECKING:
     from cute_dash.compile import CompileKey
@@ -142,6 +142,9 @@ def _parser() -> argparse.ArgumentParser:
         "--grouped",
         action="store_true",
         help="the kernels for several query heads per KV head, instead of those for one",
+    )
+    command.add_argument(
+        "--varlen", action="store_true", help="the kernels for sequences of different lengths (cu_seqlens), instead"
     )
 
     command = _add_command(commands, "doctor", _doctor, "say what this machine has, and what will not work and why")
@@ -465,12 +468,13 @@ def _compile(args: argparse.Namespace) -> int:
         config = get_config(head_dim, mask == "causal", mask == "local")
         for name, schedule in schedules.items():
             try:
-                found = _list_keys(schedule, config, args.dtype, args.grouped)
+                found = _list_keys(schedule, config, args.dtype, args.grouped, args.varlen)
             except ScheduleError as error:
                 broken.setdefault(name, f"{name}: not compiled: {error}")
                 continue
             if not found and (args.names or args.schedule):
-                print(f"{name}: nothing to compile for head dim {head_dim}, {mask}: it cannot order this mask")
+                reason = "it cannot order this mask" + (", or may need several CTAs at once" if args.varlen else "")
+                print(f"{name}: nothing to compile for head dim {head_dim}, {mask}: {reason}")
             jobs += [key for key in found if key not in jobs]
     stored = []
     for number, key in enumerate(jobs, start=1):
@@ -520,7 +524,9 @@ class _Kernel(NamedTuple):
     cooperative: bool
 
 
-def _list_keys(schedule: Schedule, config: BwdConfig, dtypes: Sequence[str], grouped: bool) -> "list[CompileKey]":
+def _list_keys(
+    schedule: Schedule, config: BwdConfig, dtypes: Sequence[str], grouped: bool, varlen: bool
+) -> "list[CompileKey]":
     """What is to be compiled for a schedule under a configuration, once it has been proved to keep the rules.
 
     Raises:
@@ -529,13 +535,13 @@ def _list_keys(schedule: Schedule, config: BwdConfig, dtypes: Sequence[str], gro
     from cute_dash.compile import CompileKey
 
     try:
-        kernels = _list_kernels([schedule], config)
+        kernels = _list_kernels([schedule], config, varlen)
     except Exception as error:  # a user's methods can raise anything
         raise ScheduleError(describe_failure(error, schedule)) from error
     for concrete in dict.fromkeys(kernel.schedule for kernel in kernels):
         _check_small(concrete, config)
     return [
-        CompileKey(config, kernel.schedule, dtype, kernel.cooperative, grouped=grouped)
+        CompileKey(config, kernel.schedule, dtype, kernel.cooperative, grouped=grouped, varlen=varlen)
         for dtype in dtypes
         for kernel in kernels
     ]
@@ -551,14 +557,16 @@ def _check_small(schedule: Schedule, config: BwdConfig) -> None:
             return
 
 
-def _list_kernels(schedules: Sequence[Schedule], config: BwdConfig) -> list[_Kernel]:
+def _list_kernels(schedules: Sequence[Schedule], config: BwdConfig, varlen: bool = False) -> list[_Kernel]:
     """The kernels that these schedules run as under a configuration, each once; a selector runs as what it selects."""
     from cute_dash import registry
 
     kernels: dict[_Kernel, None] = {}  # an ordered set
     for schedule, num_tiles in itertools.product(schedules, _NUM_TILES):
         shape = _square_shape(1, 16, num_tiles, config)
-        if schedule.can_implement(shape):
+        if varlen and isinstance(schedule, SelectingSchedule):
+            schedule = schedule.select_varlen(shape)
+        if schedule.can_implement(shape) and (needs_one_cta(schedule) or not varlen):
             concrete = registry.resolve(schedule, shape)
             kernels[_Kernel(concrete, concrete.min_resident_ctas(shape) > 1)] = None
     return list(kernels)
@@ -594,7 +602,8 @@ def _compile_one(key: "CompileKey", folder: Path) -> str:
 
 
 def _describe_key(key: "CompileKey") -> str:
-    launch = ("grouped heads, " if key.grouped else "") + ("cooperative" if key.cooperative else "plain")
+    flags = [name for name, flag in (("varlen", key.varlen), ("grouped heads", key.grouped)) if flag]
+    launch = ", ".join([*flags, "cooperative" if key.cooperative else "plain"])
     return f"head dim {key.config.head_dim}, {key.config.mask}, {key.dtype}, {key.schedule!r}, {launch} launch"
 
 

@@ -50,6 +50,7 @@ class CompileKey:
         cooperative: launched cooperatively, for schedules that need several resident CTAs.
         debug: with bounded waits and a record of the additions.
         grouped: for several query heads per KV head, any number of them.
+        varlen: for sequences of different lengths; not in debug builds.
     """
 
     config: BwdConfig
@@ -58,13 +59,16 @@ class CompileKey:
     cooperative: bool = False
     debug: bool = False
     grouped: bool = False
+    varlen: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
+        if self.varlen and (self.debug or self.cooperative):
+            raise ValueError("varlen=True is not supported with debug=True or cooperative=True")
 
     def describe(self) -> str:
-        flags = [name for name in ("grouped", "debug") if getattr(self, name)]
+        flags = [name for name in ("varlen", "grouped", "debug") if getattr(self, name)]
         return " ".join((self.schedule.name, f"hd{self.config.head_dim}", self.config.mask, self.dtype, *flags))
 
     def digest(self) -> str:
@@ -141,6 +145,10 @@ def build(key: CompileKey, options: str = "") -> Any:
     def debug_tensor(shape: Any, stride: Any) -> Any:
         return make_fake_tensor(Int32, shape, stride, assumed_align=4) if key.debug else None
 
+    def cu_seqlens() -> Any:
+        return make_fake_tensor(Int32, (num_cu_seqlens,), (1,), assumed_align=4) if key.varlen else None
+
+    num_cu_seqlens = cute.sym_int()
     lse = make_fake_tensor(Float32, (batch, num_heads, seqlen_q), strides(3))
     workspace = make_fake_tensor(Float32, (cute.sym_int(64),), (1,), assumed_align=128)
     return cute.compile(
@@ -157,6 +165,8 @@ def build(key: CompileKey, options: str = "") -> Any:
         workspace,
         debug_tensor((cute.sym_int(), cute.sym_int(), cute.sym_int()), (*strides(2), 1)),
         debug_tensor((8,), (1,)),
+        cu_seqlens(),  # of Q
+        cu_seqlens(),  # of K
         Float32(1.0),  # softmax_scale
         Int32(0),  # window_left
         Int32(0),  # window_right

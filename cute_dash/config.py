@@ -1,7 +1,8 @@
 """Static configuration of the Hopper backward kernel: tile shapes, stages and register budget per head dim.
 
 Host only; needs neither torch nor cutlass, so that the emulator, the checker and the command line can ask for tile shapes anywhere.
-The choice depends on head dim and mask alone, never on the device: tile shapes are part of the determinism contract.
+The choice depends on head dim, mask and whether lengths differ, never on the device: tile shapes are part of the determinism
+contract.
 """
 
 from dataclasses import dataclass

@@ -111,6 +111,13 @@ def backward(
     causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
     config = config or get_config(q.shape[-1], causal, window is not None)
     shape = config.make_shape_of(q.shape, k.shape, window)
+    return _backward((dout, q, k, v, out, lse), softmax_scale, shape, resolve(schedule, shape), interleaving)
+
+
+def _backward(
+    tensors: tuple[Tensor, ...], softmax_scale: float, shape: ProblemShape, schedule: Schedule, interleaving: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out, lse = tensors
     operands = _Operands(
         q=_to_streams(q),
         k=_to_streams(k),
@@ -121,10 +128,84 @@ def backward(
         scale_log2=softmax_scale * _LOG2_E,
         dtype=q.dtype,
     )
-    run = _BackwardRun(operands, shape, resolve(schedule, shape))
+    run = _BackwardRun(operands, shape, schedule)
     run.execute(interleaving)
     dq, dk, dv = run.dq * softmax_scale, run.dk * softmax_scale, run.dv
     return _from_streams(dq, q.dtype), _from_streams(dk, q.dtype), _from_streams(dv, q.dtype)
+
+
+def forward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor]:
+    """`forward`, sequence by sequence.
+
+    Args:
+        q: (total_q, num_heads, head_dim); k, v: (total_k, num_heads_kv, head_dim).
+        cu_seqlens_q, cu_seqlens_k: (number of sequences + 1,): starts of the sequences and the end of the last.
+
+    Returns:
+        out (total_q, num_heads, head_dim) and LSE (num_heads, total_q); 0 and -inf of queries that see no key or belong to
+        no sequence.
+    """
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32, device=q.device)
+    options = softmax_scale, causal, window_size
+    for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+        out_of_one, lse_of_one = forward(q[None, rows], k[None, keys], v[None, keys], *options)
+        out[rows], lse[:, rows] = out_of_one[0], lse_of_one[0]
+    return out, lse
+
+
+def backward_varlen(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    schedule: Schedule,
+    *,
+    window: Window | None = None,
+    interleaving: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward`, sequence by sequence, each as a batch of one under the same concrete schedule.
+
+    Args:
+        dout, q, out: (total_q, num_heads, head_dim); k, v: (total_k, num_heads_kv, head_dim); lse: (num_heads, total_q).
+        cu_seqlens_q, cu_seqlens_k: as for `forward_varlen`.
+        causal, window: `normalize_mask` of the greatest lengths: one kind of mask for all sequences.
+
+    Returns:
+        dq, dk, dv in the shapes of q, k, v; 0 where no pair of a query and a key is.
+    """
+    config = get_config(q.shape[-1], causal, window is not None)
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+        dout_b, q_b, out_b = (x[None, rows] for x in (dout, q, out))
+        tensors = dout_b, q_b, k[None, keys], v[None, keys], out_b, lse[None, :, rows]
+        shape = config.make_shape_of(q_b.shape, k[None, keys].shape, window)
+        grads = _backward(tensors, softmax_scale, shape, schedule, interleaving)
+        dq[rows], dk[keys], dv[keys] = (grad[0] for grad in grads)
+    return dq, dk, dv
+
+
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Queries and keys of each sequence that has both."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        if q0 < q1 and k0 < k1:
+            yield slice(q0, q1), slice(k0, k1)
 
 
 @dataclass(frozen=True)

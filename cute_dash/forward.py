@@ -1,6 +1,6 @@
 """Attention forward on CUDA through torch's libraries, brought to this package's semantics.
 
-Host. cuDNN where it applies, else FlashAttention-2; both give LSE in fp32, natural logarithm. These
+Host. cuDNN where it applies, else FlashAttention-2; both give LSE in fp32, natural logarithm. Some
 things differ between them and from the contract:
 
 * causal with seqlen_q != seqlen_k: cuDNN aligns the mask top-left; FlashAttention-2, from version 2.1 on and when called
@@ -11,6 +11,7 @@ things differ between them and from the contract:
 * called with a batch of equal lengths, FlashAttention-2 may split the keys among CTAs by how many blocks the batch has and
   how many SMs the device: the bits of a sequence's out would depend on both. Called with cumulative lengths it does not.
 * for a single query cuDNN splits the keys likewise: few queries go to FlashAttention-2.
+* sequences of different lengths go to FlashAttention-2; with windows too, but see `forward_varlen`.
 * queries that see no key (the first seqlen_q - seqlen_k - right): their out and LSE are undefined or +inf there; the
   contract says out 0 and LSE -inf.
 """
@@ -154,6 +155,74 @@ def _flash_forward(
     if lse.dim() == 2:  # (num_heads, batch * seqlen_q); older torch: (batch, num_heads, seqlen_q)
         lse = lse.view(num_heads, batch, seqlen_q).transpose(0, 1).clone(memory_format=torch.contiguous_format)
     return out.view(q.shape), lse
+
+
+def forward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    max_seqlens: tuple[int, int],
+    softmax_scale: float,
+    causal: bool,
+    window: Window | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention forward of sequences of different lengths, by FlashAttention-2; does not synchronise with the device.
+
+    Args:
+        q: (total_q, num_heads, head_dim), bf16 or fp16, CUDA; k, v: (total_k, num_heads_kv, head_dim).
+        cu_seqlens: of queries and of keys, (number of sequences + 1,), int32.
+        max_seqlens: no sequence has more queries or keys.
+        causal, window: `normalize_mask` of max_seqlens.
+
+    Returns:
+        out (total_q, num_heads, head_dim), contiguous, and LSE (num_heads, total_q), fp32; 0 and -inf of queries that see
+        no key or belong to no sequence.
+    """
+    if max_seqlens[0] <= 1:
+        # as in `_flash_forward`
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    max_seqlen_q, max_seqlen_k = max_seqlens
+    if window is not None:
+        # a side of max_k or more would be taken for no limit, which is wrong for sequences of more queries than keys
+        max_seqlen_k = max(max_seqlen_k, window.right + 1)
+    window_left, window_right = window or (None, None)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        cum_seq_q=cu_seqlens[0],
+        cum_seq_k=cu_seqlens[1],
+        max_q=max_seqlen_q,
+        max_k=max_seqlen_k,
+        dropout_p=0.0,
+        is_causal=causal,
+        return_debug_mask=False,
+        scale=softmax_scale,
+        window_size_left=window_left,
+        window_size_right=window_right,
+    )
+    sequence, position = _find_tokens(cu_seqlens[0], q.shape[0])
+    if lse.dim() == 3:  # older torch: (number of sequences, num_heads, max_seqlen_q)
+        lse = lse.transpose(1, 2)[sequence, position.clamp(max=lse.shape[2] - 1)].T
+    right = 0 if causal else None if window is None else window.right
+    blind = _is_blind(sequence, position, cu_seqlens, right)
+    out = out.masked_fill(blind[:, None, None], 0.0)
+    return out.contiguous(), lse.masked_fill(blind, -math.inf).contiguous()
+
+
+def _find_tokens(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The sequence of each token and its place in it; tokens behind the last sequence count on in that."""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True).clamp(max=len(cu_seqlens) - 2)
+    return sequence, tokens - cu_seqlens[sequence]
+
+
+def _is_blind(sequence: Tensor, position: Tensor, cu_seqlens: tuple[Tensor, Tensor], right: int | None) -> Tensor:
+    """Which queries see no key, `right` keys beyond their own at most, or are behind the last sequence."""
+    seqlens_q, seqlens_k = (cu.diff()[sequence] for cu in cu_seqlens)
+    num_visible = seqlens_k if right is None else position + 1 + seqlens_k - seqlens_q + right
+    return (num_visible <= 0) | (seqlens_k == 0) | (position >= seqlens_q)
 
 
 def _cumulative(batch: int, seqlen: int, device: torch.device) -> Tensor:

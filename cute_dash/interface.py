@@ -5,6 +5,7 @@ causal mask and sliding windows are bottom-right aligned: query i is in line wit
 sees no key has out 0, LSE -inf and dq 0; a key that no query sees has dk and dv 0.
 """
 
+import torch
 from torch import Tensor
 
 from cute_dash import ops, validation
@@ -87,6 +88,109 @@ def attention_backward(
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
     dq, dk, dv = ops.run_op(ops.attention_backward, dout, q, k, v, out, lse, softmax_scale, causal, *window, spec)
     return dq, dk, dv
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: _WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    schedule: "str | Schedule" = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attn_func` for sequences of different lengths, one behind the other.
+
+    Under one schedule and kind of mask the bits of a sequence's gradients depend on the sequence alone, wherever it is and
+    whatever is beside it. The greatest lengths choose the schedule of 'auto', and whether a window hides anything at all.
+
+    Args:
+        q: (total_q, num_heads, head_dim), dtype and strides as for `flash_attn_func`.
+        k, v: (total_k, num_heads_kv, head_dim).
+        cu_seqlens_q, cu_seqlens_k: (number of sequences + 1,), int32, on the device of q: from 0, the starts of the
+            sequences and the end of the last. A sequence may have other numbers of queries and keys, also none. The
+            tensors may be longer: tokens behind the last sequence have out 0, LSE -inf and gradients 0.
+        max_seqlen_q, max_seqlen_k: no sequence is longer; an int, or a 0-d tensor, which is read (on the GPU: waited for).
+            Of CUDA tensors only the caller knows; nothing else is read back from the device.
+        softmax_scale, causal, window_size, softcap, return_lse: as for `flash_attn_func`; each sequence has its own mask.
+        schedule: as for `flash_attn_func`, but only what needs one resident CTA for every length: 'auto' and
+            'auto_invariant' choose among these, and shift and symmetric_shift are refused. One that is not shipped is
+            proven for each pair of lengths, which are read back from the device.
+
+    Returns:
+        out in the shape and dtype of q, or (out, LSE) with LSE (num_heads, total_q).
+
+    Raises:
+        TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
+    """
+    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
+    lengths = (_to_int("max_seqlen_q", max_seqlen_q), _to_int("max_seqlen_k", max_seqlen_k))
+    arguments = cu_seqlens_q, cu_seqlens_k, *lengths, softmax_scale, causal, *window, spec
+    out, lse = ops.run_op(ops.attention_varlen_forward, q, k, v, *arguments)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: _WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    schedule: "str | Schedule" = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` for sequences of different lengths, one behind the other.
+
+    Args:
+        dout, out: (total_q, num_heads, head_dim), dtype of q; finite also for queries that see no key.
+        lse: (num_heads, total_q), fp32, natural logarithm.
+        q, k, v, cu_seqlens_q and the others: as for `flash_attn_varlen_func`.
+
+    Returns:
+        dq, dk, dv in the shapes of q, k, v, contiguous, in the input dtype.
+
+    Raises:
+        TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
+    """
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
+    lengths = (_to_int("max_seqlen_q", max_seqlen_q), _to_int("max_seqlen_k", max_seqlen_k))
+    arguments = cu_seqlens_q, cu_seqlens_k, *lengths, softmax_scale, causal, *window, spec
+    dq, dk, dv = ops.run_op(ops.attention_varlen_backward, dout, q, k, v, out, lse, *arguments)
+    return dq, dk, dv
+
+
+def _to_int(name: str, value: int | Tensor) -> int:
+    """A length that may be a 0-d tensor of an integer dtype."""
+    if isinstance(value, Tensor):
+        if value.ndim != 0 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(
+                f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; allowed: an int or 0-d tensor"
+            )
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}; allowed: an int, or a 0-d tensor of an integer dtype"
+        )
+    return value
 
 
 def _check_options(

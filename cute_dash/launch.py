@@ -14,7 +14,7 @@ import torch
 from cute_dash.compile import CompiledBackward, CompileKey, get_backward
 from cute_dash.config import BwdConfig, get_config
 from cute_dash.device import num_sms, on_device
-from cute_dash.kernels.workspace import WorkspaceLayout
+from cute_dash.kernels.workspace import WorkspaceLayout, get_num_tiles
 from cute_dash.problem import Window, normalize_mask
 from cute_dash.schedule import Schedule
 
@@ -56,6 +56,40 @@ def backward(
     causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
     config = config or get_config(q.shape[-1], causal, window is not None)
     return _launch((dout, q, k, v, out, lse), softmax_scale, config, window, schedule, None, None)
+
+
+def backward_varlen(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    schedule: Schedule,
+    *,
+    window: Window | None = None,
+) -> Gradients:
+    """dQ, dK, dV of sequences of different lengths, one behind the other.
+
+    Args:
+        dout, q, out: (total_q, num_heads, head_dim), k, v: (total_k, num_heads_kv, head_dim), as for `backward`; both
+            totals at least 1.
+        lse: (num_heads, total_q), fp32.
+        cu_seqlens_q, cu_seqlens_k: (number of sequences + 1,), int32, contiguous.
+        causal, window: `normalize_mask` of the greatest lengths.
+        schedule: a concrete schedule that needs one resident CTA (`schedule.needs_one_cta`).
+    Returns:
+        (dq, dk, dv), contiguous, of the inputs' shapes and dtype; 0 behind the last sequence.
+    """
+    config = get_config(q.shape[-1], causal, window is not None)
+    inputs = tuple(x.unsqueeze(0) for x in (dout, q, k, v, out, lse))
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    dq, dk, dv = _launch(inputs, softmax_scale, config, window, schedule, None, None, cu_seqlens)
+    return dq[0], dk[0], dv[0]
 
 
 def record_order(
@@ -116,18 +150,24 @@ def _plan(
     dtype: torch.dtype,
     device_index: int,
     debug: bool,
+    num_sequences: int | None,
 ) -> _Plan:
     shape = config.make_shape_of(q_shape, k_shape, window)
-    layout = WorkspaceLayout(shape.batch * shape.num_query_heads, shape.num_m_blocks, config)
+    num_m_blocks, num_work_tiles = shape.num_m_blocks, shape.num_work_tiles
+    if num_sequences is not None:
+        num_m_blocks = get_num_tiles(shape.seqlen_q, num_sequences, config.tile_m)
+        num_work_tiles = get_num_tiles(shape.seqlen_k, num_sequences, config.tile_n) * shape.num_heads
+    layout = WorkspaceLayout(shape.batch * shape.num_query_heads, num_m_blocks, config)
     key = CompileKey(
         config,
         schedule,
         dtype="bfloat16" if dtype is torch.bfloat16 else "float16",
-        cooperative=schedule.min_resident_ctas(shape) > 1,
+        cooperative=num_sequences is None and schedule.min_resident_ctas(shape) > 1,
         grouped=shape.group_size > 1,
+        varlen=num_sequences is not None,
         debug=debug,
     )
-    return _Plan(get_backward(key), layout.size, min(num_sms(device_index), shape.num_work_tiles))
+    return _Plan(get_backward(key), layout.size, min(num_sms(device_index), num_work_tiles))
 
 
 def _empty(like: torch.Tensor, num_elements: int | None = None) -> torch.Tensor:
@@ -154,13 +194,15 @@ def _launch(
     schedule: Schedule,
     record: torch.Tensor | None,
     stuck: torch.Tensor | None,
+    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> Gradients:
     _, q, k, v, _, lse = inputs
-    debug = record is not None
-    plan = _plan(config, window, schedule, q.shape, k.shape, q.dtype, q.device.index, debug)  # type: ignore[arg-type]
+    num_sequences = None if cu_seqlens[0] is None else len(cu_seqlens[0]) - 1
+    device_index, debug = q.device.index, record is not None
+    plan = _plan(config, window, schedule, q.shape, k.shape, q.dtype, device_index, debug, num_sequences)  # type: ignore[arg-type]
     dq, dk, dv = (_empty(x) for x in (q, k, v))
     workspace = _empty(lse, plan.workspace_elements)
-    window_sides = window or (0, 0)  # which a kernel without a window does not read
+    options = softmax_scale, *(window or (0, 0)), plan.num_ctas  # a kernel without a window reads no sides
     with on_device(q.device):
-        plan.kernel(*inputs, dq, dk, dv, workspace, record, stuck, softmax_scale, *window_sides, plan.num_ctas)
+        plan.kernel(*inputs, dq, dk, dv, workspace, record, stuck, *cu_seqlens, *options)
     return dq, dk, dv

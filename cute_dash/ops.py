@@ -1,4 +1,4 @@
-"""The torch.library custom ops `cute_dash::attention_forward` and `cute_dash::attention_backward`.
+"""The torch.library custom ops `cute_dash::attention_forward`, `attention_backward` and their `attention_varlen_` kin.
 
 Functional ops with CPU (emulator), CUDA (libraries' forward, this package's backward kernel), fake and autograd
 registrations. Every implementation validates before it launches anything, so the raw ops are as safe as the functions
@@ -13,7 +13,7 @@ earlier call are not checked again, and `run_op` leaves autograd out where no gr
 import math
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from cute_dash import emulator, forward, launch, validation
 from cute_dash.check import check_value_object
 from cute_dash.device import on_device
+from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule
 
 _Op: TypeAlias = "torch._ops.OpOverload[..., Any]"
@@ -124,10 +125,82 @@ def _check(
         ScheduleRecord(schedule, concrete.name, concrete.version, concrete),
         all(_strides_fit(x) for x in tensors[:5]),
     )
-    if len(_checked) >= _MAX_CHECKED:  # of a training run with ever new lengths
-        _checked.clear()
-    _checked[key] = checked
+    _remember(_checked, key, checked)
     return checked
+
+
+class _Lengths(NamedTuple):
+    """What an op gets for sequences of different lengths."""
+
+    cu_seqlens: tuple[Tensor, Tensor]
+    max_seqlens: tuple[int, int]
+
+
+class _CheckedVarlen(NamedTuple):
+    """`_Checked` with sequences of different lengths.
+
+    Attributes:
+        longest: a sequence of the greatest lengths, with the mask that is compiled in for all.
+    """
+
+    softmax_scale: float
+    record: ScheduleRecord
+    strides_fit: bool
+    longest: ProblemShape
+
+
+_checked_varlen: dict[tuple[Any, ...], _CheckedVarlen] = {}
+
+
+def _check_varlen(
+    check_tensors: Callable[..., None],
+    tensors: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    lengths: _Lengths,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    schedule: str,
+) -> _CheckedVarlen:
+    """`_check` with sequences of different lengths.
+
+    What is known of CPU tensors only, the values of cu_seqlens, is checked every time, as is a schedule that is not shipped.
+    """
+    cu_seqlens, max_seqlens = lengths
+    spec = _schedules.get(schedule, schedule)
+    metadata = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), *map(_get_metadata, cu_seqlens))
+    key = (*metadata, max_seqlens, softmax_scale, causal, window_size, spec)
+    checked = _checked_varlen.get(key)
+    if checked is None:
+        check_tensors(*tensors)
+        validation.check_device(q.device)
+        validation.check_scale(softmax_scale)
+        validation.check_cu_seqlens(cu_seqlens, max_seqlens, q)
+        window_size = validation.check_window_size(window_size)
+        longest = validation.get_longest_shape(q, k, max_seqlens, causal, window_size)
+        concrete = validation.resolve_varlen_schedule(spec, longest, (len(q), len(k)), len(cu_seqlens[0]) - 1)
+        checked = _CheckedVarlen(
+            1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
+            ScheduleRecord(schedule, concrete.name, concrete.version, concrete),
+            all(_strides_fit(x) for x in tensors[:5]),
+            longest,
+        )
+        _remember(_checked_varlen, key, checked)
+    if q.device.type == "cpu":
+        validation.check_lengths(cu_seqlens, max_seqlens, (len(q), len(k)))
+    if not validation.is_tested(checked.record.schedule):
+        validation.prove_lengths(checked.record.schedule, checked.longest, cu_seqlens)
+    return checked
+
+
+_T = TypeVar("_T")
+
+
+def _remember(known: dict[tuple[Any, ...], _T], key: tuple[Any, ...], checked: _T) -> None:
+    if len(known) >= _MAX_CHECKED:  # of a training run with ever new lengths
+        known.clear()
+    known[key] = checked
 
 
 def _record(record: ScheduleRecord) -> None:
@@ -276,6 +349,144 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+@_define
+def attention_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    schedule: str,
+) -> tuple[Tensor, Tensor]:
+    """out (total_q, num_heads, head_dim) and LSE (num_heads, total_q); `schedule` is the backward's."""
+    lengths = _Lengths((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+    options = softmax_scale, causal, (window_left, window_right), schedule
+    checked = _check_varlen(validation.check_varlen_qkv, (q, k, v), q, k, lengths, *options)
+    return emulator.forward_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, checked.softmax_scale, causal, (window_left, window_right)
+    )
+
+
+@_implement("attention_varlen_forward", "CUDA")
+def _varlen_forward_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    schedule: str,
+) -> tuple[Tensor, Tensor]:
+    lengths = _Lengths((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+    options = softmax_scale, causal, (window_left, window_right), schedule
+    checked = _check_varlen(validation.check_varlen_qkv, (q, k, v), q, k, lengths, *options)
+    scale, longest = checked.softmax_scale, checked.longest
+    if 0 in (len(q), len(k), *lengths.max_seqlens):  # no query meets a key: this launches fills only
+        return emulator.forward_varlen(q, k, v, *_NO_SEQUENCES, scale, causal)
+    q, k, v = _aligned(checked, q, k, v)
+    cu_seqlens = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    max_seqlens = longest.seqlen_q, longest.seqlen_k
+    with on_device(q.device):
+        return forward.forward_varlen(q, k, v, cu_seqlens, max_seqlens, scale, longest.causal, longest.window)
+
+
+_NO_SEQUENCES = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+
+
+@torch.library.register_fake(attention_varlen_forward, lib=_library)  # type: ignore[untyped-decorator]
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    validation.check_varlen_qkv(q, k, v)
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@_define
+def attention_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    schedule: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the shapes and dtype of q, k, v, contiguous."""
+    lengths = _Lengths((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+    options = softmax_scale, causal, (window_left, window_right), schedule
+    tensors = dout, q, k, v, out, lse
+    checked = _check_varlen(validation.check_varlen_backward_tensors, tensors, q, k, lengths, *options)
+    scale, record, _, longest = checked
+    grads = emulator.backward_varlen(
+        *tensors, *lengths.cu_seqlens, scale, longest.causal, record.schedule, window=longest.window
+    )
+    _record(record)
+    return grads
+
+
+@_implement("attention_varlen_backward", "CUDA")
+def _varlen_backward_cuda(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    schedule: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = _Lengths((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+    options = softmax_scale, causal, (window_left, window_right), schedule
+    tensors = dout, q, k, v, out, lse
+    checked = _check_varlen(validation.check_varlen_backward_tensors, tensors, q, k, lengths, *options)
+    scale, record, _, longest = checked
+    grads: tuple[Tensor, Tensor, Tensor]
+    if 0 in (len(q), len(k)):  # nothing to launch a kernel for
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        grads = dq, dk, dv
+    else:
+        dout, q, k, v, out = _aligned(checked, dout, q, k, v, out)
+        cu_seqlens = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+        tensors = dout, q, k, v, out, lse.contiguous()
+        grads = launch.backward_varlen(
+            *tensors, *cu_seqlens, scale, longest.causal, record.schedule, window=longest.window
+        )
+    _record(record)
+    return grads
+
+
+@torch.library.register_fake(attention_varlen_backward, lib=_library)  # type: ignore[untyped-decorator]
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    validation.check_varlen_backward_tensors(dout, q, k, v, out, lse)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 class CuteDashAttention(torch.autograd.Function):
     """The forward op with its derivative, under the name that profilers show; the LSE has none."""
 
@@ -297,6 +508,32 @@ class CuteDashAttention(torch.autograd.Function):
         return *grads, *(None for _ in ctx.options)
 
 
+class CuteDashVarlenAttention(torch.autograd.Function):
+    """`CuteDashAttention` of sequences of different lengths."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor]:
+        cu_seqlens = cu_seqlens_q, cu_seqlens_k
+        out, lse = _run_below_autograd(attention_varlen_forward, q, k, v, *cu_seqlens, *options)
+        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens)
+        ctx.options = options
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
+        grads: tuple[Tensor | None, ...] = (None, None, None)
+        if dout is not None:
+            grads = run_op(attention_varlen_backward, dout, *ctx.saved_tensors, *ctx.options)
+        return *grads, None, None, *(None for _ in ctx.options)
+
+
+_NO_DERIVATIVE = "cute_dash's attention backward has no derivative: double backward is not supported"
+
+
 class CuteDashAttentionGradients(torch.autograd.Function):
     """The backward op, which has no derivative."""
 
@@ -307,7 +544,20 @@ class CuteDashAttentionGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError("cute_dash::attention_backward has no derivative: double backward is not supported")
+        raise RuntimeError(_NO_DERIVATIVE)
+
+
+class CuteDashVarlenAttentionGradients(torch.autograd.Function):
+    """The backward op of sequences of different lengths, which has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = _run_below_autograd(attention_varlen_backward, *arguments)
+        return dq, dk, dv
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(_NO_DERIVATIVE)
 
 
 def _implement_autograd(op: _Op, function: type[torch.autograd.Function]) -> None:
@@ -324,9 +574,11 @@ def _implement_autograd(op: _Op, function: type[torch.autograd.Function]) -> Non
 
 _implement_autograd(attention_forward, CuteDashAttention)
 _implement_autograd(attention_backward, CuteDashAttentionGradients)
+_implement_autograd(attention_varlen_forward, CuteDashVarlenAttention)
+_implement_autograd(attention_varlen_backward, CuteDashVarlenAttentionGradients)
 
 
-def _aligned(checked: _Checked, *tensors: Tensor) -> Iterable[Tensor]:
+def _aligned(checked: _Checked | _CheckedVarlen, *tensors: Tensor) -> Iterable[Tensor]:
     """The tensors as TMA can read them."""
     if checked.strides_fit and not any(x.data_ptr() % _ALIGNMENT for x in tensors):
         return tensors

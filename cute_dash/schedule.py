@@ -191,6 +191,15 @@ class DenseSchedule:
         return shape.get_n_block_max(m_block) - shape.get_n_block_min(m_block)
 
 
+def needs_one_cta(schedule: Schedule) -> bool:
+    """Whether one resident CTA is enough for every shape: true of what inherits its residency from `DenseSchedule`."""
+    inherited = (DenseSchedule.min_resident_ctas, DenseSchedule.get_window)
+    return (
+        isinstance(schedule, DenseSchedule)
+        and (type(schedule).min_resident_ctas, type(schedule).get_window) == inherited
+    )
+
+
 class SelectorRow(NamedTuple):
     """A row of a selector's table: the schedule of one class of shapes."""
 
@@ -231,6 +240,16 @@ class SelectingSchedule:
             if row.fits(shape):
                 return row.schedule
         raise ValueError(f"no row of {self.name!r}'s table fits {shape}")
+
+    def select_varlen(self, shape: ProblemShape) -> Schedule:
+        """For sequences of different lengths, the longest of which `shape` has.
+
+        The first row that fits and needs one resident CTA whatever the length; nobody on the host knows the lengths.
+        """
+        for row in self.table:
+            if row.fits(shape) and needs_one_cta(row.schedule):
+                return row.schedule
+        raise ValueError(f"no row of {self.name!r}'s table fits sequences of different lengths of {shape}")
 
     def can_implement(self, shape: ProblemShape) -> bool:
         """Whether the selected schedule can."""

@@ -16,8 +16,8 @@ from cute_dash.check import check
 from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
 from cute_dash.problem import ProblemShape, Window, normalize_mask
-from cute_dash.registry import resolve
-from cute_dash.schedule import Schedule
+from cute_dash.registry import load, resolve
+from cute_dash.schedule import Schedule, SelectingSchedule, needs_one_cta
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_CUDA_DTYPES, torch.float32)
@@ -29,6 +29,7 @@ TESTED_SCHEDULES = frozenset(
 _TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
 MAX_TILES = 2**31 - 2**16  # the kernel numbers tiles in 32 bits and counts a little beyond the last one
 _MAX_SIDE = 2**31 - 1  # of a window: beyond every sequence, so no limit; larger numbers would not fit an op's schema
+MAX_VARLEN_TOKENS = 2**30 - 2**16  # the kernel tells the end of a sequence by coordinates around 2**30
 _HOPPER = (9, 0)
 
 
@@ -102,6 +103,60 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_shape("v", v, tuple(k.shape))
 
 
+def check_varlen_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shapes, dtypes and devices of q (total_q, num_heads, head_dim) and k, v (total_k, num_heads_kv, head_dim)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: 3-D (total tokens, num_heads, head_dim)")
+        if min(x.shape[1:]) < 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: every extent but the first at least 1")
+        if x.shape[0] > MAX_VARLEN_TOKENS:
+            raise ValueError(f"{name} has {x.shape[0]} tokens; allowed: at most {MAX_VARLEN_TOKENS}")
+    _check_dtype(q)
+    _check_same("k", k, "q", q)
+    _check_same("v", v, "q", q)
+    _, num_heads, head_dim = q.shape
+    if head_dim not in SUPPORTED_HEAD_DIMS:
+        raise ValueError(f"q has head_dim {head_dim}; allowed: {SUPPORTED_HEAD_DIMS}")
+    check_num_heads(num_heads, k.shape[1])
+    _check_shape("k", k, (k.shape[0], k.shape[1], head_dim))
+    _check_shape("v", v, tuple(k.shape))
+
+
+def check_cu_seqlens(cu_seqlens: tuple[Tensor, Tensor], max_seqlens: tuple[int, int], q: Tensor) -> None:
+    """Both tensors (number of sequences + 1,), int32, on the device of q, and max_seqlens at least 0."""
+    for side, cu, max_seqlen in zip("qk", cu_seqlens, max_seqlens, strict=True):
+        if cu.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens_{side} has dtype {cu.dtype}; allowed: torch.int32")
+        if cu.device != q.device:
+            raise ValueError(f"cu_seqlens_{side} is on {cu.device}; allowed: the device of q ({q.device})")
+        if cu.ndim != 1 or len(cu) < 2:
+            raise ValueError(
+                f"cu_seqlens_{side} has shape {tuple(cu.shape)}; allowed: 1-D, with one more than there are sequences"
+            )
+        if max_seqlen < 0:
+            raise ValueError(f"max_seqlen_{side}={max_seqlen}; allowed: at least 0")
+    _check_shape("cu_seqlens_k", cu_seqlens[1], tuple(cu_seqlens[0].shape))
+
+
+def check_lengths(cu_seqlens: tuple[Tensor, Tensor], max_seqlens: tuple[int, int], num_tokens: tuple[int, int]) -> None:
+    """The values of `check_cu_seqlens`'s tensors: read, so for CPU tensors only."""
+    for side, cu, max_seqlen, total in zip("qk", cu_seqlens, max_seqlens, num_tokens, strict=True):
+        starts = cu.tolist()
+        if starts[0] != 0 or sorted(starts) != starts or starts[-1] > total:
+            raise ValueError(
+                f"cu_seqlens_{side} is {starts}; allowed: from 0, not descending, to at most {total} tokens"
+            )
+        if max_seqlen < (longest := max(_lengths(starts))):
+            raise ValueError(f"max_seqlen_{side}={max_seqlen}; allowed: at least the longest sequence ({longest})")
+
+
+def check_varlen_backward_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """`check_varlen_qkv`, and dout and out like q, lse (num_heads, total_q) fp32."""
+    check_varlen_qkv(q, k, v)
+    _check_row_tensors(dout, q, out, lse, (q.shape[1], q.shape[0]))
+
+
 def check_num_heads(num_heads: int, num_heads_kv: int) -> None:
     """Every KV head has the same number of query heads."""
     if num_heads % num_heads_kv:
@@ -114,6 +169,10 @@ def check_num_heads(num_heads: int, num_heads_kv: int) -> None:
 def check_backward_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     """`check_qkv`, and dout and out like q, lse (batch, num_heads, seqlen_q) fp32."""
     check_qkv(q, k, v)
+    _check_row_tensors(dout, q, out, lse, (q.shape[0], q.shape[2], q.shape[1]))
+
+
+def _check_row_tensors(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, lse_shape: tuple[int, ...]) -> None:
     for name, x in (("dout", dout), ("out", out)):
         _check_same(name, x, "q", q)
         _check_shape(name, x, tuple(q.shape))
@@ -121,7 +180,7 @@ def check_backward_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
         raise TypeError(f"lse has dtype {lse.dtype}; allowed: torch.float32")
     if lse.device != q.device:
         raise ValueError(f"lse is on {lse.device}; allowed: the device of q ({q.device})")
-    _check_shape("lse", lse, (q.shape[0], q.shape[2], q.shape[1]))
+    _check_shape("lse", lse, lse_shape)
 
 
 def check_device(device: torch.device) -> None:
@@ -164,6 +223,77 @@ def _resolve_for(
     return schedule
 
 
+def get_longest_shape(
+    q: Tensor, k: Tensor, max_seqlens: tuple[int, int], causal: bool, window_size: tuple[int, int]
+) -> ProblemShape:
+    """The problem of a sequence of the greatest lengths; its mask is that of all sequences.
+
+    Sides of a window may be longer than another sequence, which hides nothing there.
+    """
+    (total_q, num_heads, head_dim), (total_k, num_heads_kv, _) = q.shape, k.shape
+    seqlen_q, seqlen_k = (
+        max(min(length, total), 1) for length, total in zip(max_seqlens, (total_q, total_k), strict=True)
+    )
+    return _make_shape((1, seqlen_q, num_heads, head_dim), (1, seqlen_k, num_heads_kv, head_dim), causal, window_size)
+
+
+def resolve_varlen_schedule(
+    spec: "str | Schedule", longest: ProblemShape, num_tokens: tuple[int, int], num_sequences: int
+) -> Schedule:
+    """The concrete schedule for sequences of different lengths: chosen by the longest, fit for all.
+
+    Args:
+        longest: see `get_longest_shape`.
+        num_tokens: queries and keys of all sequences.
+
+    Raises:
+        ValueError: unknown name, or a schedule that may need several resident CTAs or cannot implement the shape; too
+            many tiles.
+    """
+    total_q, total_k = num_tokens
+    num_tiles = longest.num_query_heads * (
+        num_sequences + 1 + max(total_q // longest.tile_m, total_k // longest.tile_n)
+    )
+    if num_tiles > MAX_TILES:
+        raise ValueError(
+            f"{total_q} queries and {total_k} keys in {num_sequences} sequences of {longest.num_query_heads} heads make "
+            f"{num_tiles} tiles; allowed: at most {MAX_TILES}"
+        )
+    schedule = load(spec) if isinstance(spec, str) else spec
+    if isinstance(schedule, SelectingSchedule):
+        schedule = schedule.select_varlen(longest)
+    schedule = resolve(schedule, longest)
+    if not needs_one_cta(schedule):
+        raise ValueError(
+            f"schedule={schedule.name!r} may need several resident CTAs, how many depends on lengths that only the device "
+            f"knows; allowed with cu_seqlens: 'auto', 'auto_invariant' and schedules that inherit min_resident_ctas and "
+            f"get_window from DenseSchedule"
+        )
+    return schedule
+
+
+def is_tested(schedule: Schedule) -> bool:
+    """Whether this package's own tests prove the schedule."""
+    return type(schedule).__module__ in _TESTED_MODULES
+
+
+def prove_lengths(schedule: Schedule, longest: ProblemShape, cu_seqlens: tuple[Tensor, Tensor]) -> None:
+    """`prove` for each pair of lengths, for which a copy of `cu_seqlens` goes to the host."""
+    starts_q, starts_k = (cu.tolist() for cu in cu_seqlens)
+    for seqlen_q, seqlen_k in set(zip(_lengths(starts_q), _lengths(starts_k), strict=True)):
+        if seqlen_q and seqlen_k:
+            _prove_once(schedule, replace(longest, seqlen_q=seqlen_q, seqlen_k=seqlen_k))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _prove_once(schedule: Schedule, shape: ProblemShape) -> None:
+    prove(schedule, shape)
+
+
+def _lengths(starts: list[int]) -> list[int]:
+    return [end - start for start, end in zip(starts, starts[1:], strict=False)]
+
+
 def check_index_range(shape: ProblemShape) -> None:
     """Raises ValueError if the problem has more tiles than 32-bit indices number."""
     num_tiles = shape.batch * shape.num_query_heads * max(shape.num_m_blocks, shape.num_n_blocks)
@@ -194,7 +324,7 @@ def _make_shape(
 
 def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
     schedule = resolve(spec, shape)
-    if type(schedule).__module__ not in _TESTED_MODULES:
+    if not is_tested(schedule):
         prove(schedule, shape)
     return schedule
 

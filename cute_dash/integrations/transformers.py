@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-import cute_dash
-from cute_dash.interface import flash_attn_func
+from cute_dash.interface import flash_attn_func, flash_attn_varlen_func
 from cute_dash.schedule import Schedule
 
 # arguments of other attention functions, which change what is computed
@@ -319,20 +318,24 @@ def _drop_if_all(tokens: Tensor, segments: Tensor) -> Tensor | None:
 
 
 def _run_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, options: dict[str, Any]) -> Tensor:
-    run = getattr(cute_dash, "flash_attn_varlen_func", None)
-    if run is None:
-        raise ValueError(
-            "the batch has padding or packed sequences, which needs flash_attn_varlen_func, and this version of cute-dash has "
-            "none; allowed: sequences as long as the tensor"
-        )
-    tokens_q, tokens_k, *bounds = lengths
+    tokens_q, tokens_k = lengths.tokens_q, lengths.tokens_k
     shape = q.shape
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (batch * seqlen, num_heads, head_dim)
     if tokens_q is not None:
         q = q[tokens_q]
     if tokens_k is not None:
         k, v = k[tokens_k], v[tokens_k]
-    out: Tensor = run(q, k, v, *bounds, **options)
+    out = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
+        lengths.max_seqlen_q,
+        lengths.max_seqlen_k,
+        **options,
+    )
+    assert isinstance(out, Tensor)  # LSE was not asked for
     if tokens_q is not None:
         out = out.new_zeros(shape.numel() // shape[2:].numel(), *shape[2:]).index_copy(0, tokens_q, out)
     return out.view(shape)

@@ -11,7 +11,7 @@ from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.flash_bwd_post import FlashAttentionBackwardPostprocess, PostGmem
 from cute_dash.kernels.flash_bwd_pre import FlashAttentionBackwardPreprocess, PreGmem
 from cute_dash.kernels.flash_bwd_sm90 import FlashAttentionBackwardSm90
-from cute_dash.kernels.workspace import WorkspaceLayout
+from cute_dash.kernels.workspace import WorkspaceLayout, get_num_tiles
 from cute_dash.schedule import Schedule
 
 
@@ -53,6 +53,8 @@ class AttentionBackward:
         mWorkspace: cute.Tensor,
         mRecord: cute.Tensor | None,
         mStuck: cute.Tensor | None,
+        mCuSeqlensQ: cute.Tensor | None,
+        mCuSeqlensK: cute.Tensor | None,
         softmax_scale: Float32,
         window_left: Int32,
         window_right: Int32,
@@ -68,6 +70,8 @@ class AttentionBackward:
             mWorkspace: (WorkspaceLayout.size,), fp32, uninitialised.
             mRecord: debug builds: (batch * num_heads, num_m_blocks, num_n_blocks + 1), int32, zeros.
             mStuck: debug builds: (8,), int32, zeros.
+            mCuSeqlensQ, mCuSeqlensK: (number of sequences + 1,), int32, if sequences have lengths of their own: then
+                they follow each other in tensors of batch 1, and seqlen_q and seqlen_k are the tokens of all.
             window_left, window_right: sides of the window, see `Window`; not read if the configuration has none.
             num_ctas: CTAs of the main kernel; all of them must fit on the device at once.
         """
@@ -83,12 +87,16 @@ class AttentionBackward:
             extents = extents._replace(group_size=Int32(num_heads) // Int32(num_heads_kv))
         if const_expr(self.config.local):
             extents = extents._replace(window_left=window_left, window_right=window_right)
+        if const_expr(mCuSeqlensQ is not None):
+            num_sequences = Int32(mCuSeqlensQ.shape[0] - 1)
+            extents = extents._replace(batch=num_sequences, mCuSeqlensQ=mCuSeqlensQ, mCuSeqlensK=mCuSeqlensK)
         mStats, mdQaccum, mSemaphore, mCounter = self.split_workspace(mWorkspace, extents)
         if const_expr(self.debug):
             mRecord = select_modes(mRecord, (2, 1, 0))
         fuse_dQ = const_expr(self.main.fuse_dQ)
         mdQ_main = mdQ if fuse_dQ else None
-        pre_gmem = PreGmem(mO, mdO, mLSE, mStats, mdQaccum, mSemaphore, mCounter, mdQ_main)
+        mdKV = (mdK, mdV) if const_expr(extents.varlen) else (None, None)
+        pre_gmem = PreGmem(mO, mdO, mLSE, mStats, mdQaccum, mSemaphore, mCounter, mdQ_main, *mdKV)
         self.pre(pre_gmem, extents, softmax_scale, stream)
         gmem = Gmem(mQ, mK, mV, mdO, mdK, mdV, mdQ_main, mStats, mdQaccum, mSemaphore, mCounter, mRecord, mStuck)
         self.main(gmem, extents, softmax_scale, num_ctas, self.cooperative, stream)
@@ -100,6 +108,9 @@ class AttentionBackward:
         config = self.config
         num_streams = extents.batch * extents.num_query_heads
         num_m_blocks = ceil_div(extents.seqlen_q, config.tile_m)
+        if const_expr(extents.varlen):
+            num_streams = extents.num_query_heads
+            num_m_blocks = get_num_tiles(extents.seqlen_q, extents.batch, config.tile_m)
         layout = WorkspaceLayout(Int64(num_streams), Int64(num_m_blocks), config)
         base = mWorkspace.iterator
 

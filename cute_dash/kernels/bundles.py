@@ -1,5 +1,6 @@
 """What travels into the kernel and its roles, bundled: one argument each (trace time)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass.cute as cute
@@ -19,7 +20,9 @@ class QTile(NamedTuple):
 class Gmem(NamedTuple):
     """Global tensors. Inputs and dK, dV are TMA tensors (seqlen, head_dim, num_heads or num_heads_kv, batch).
 
-    num_streams = batch * num_heads; with grouped heads the streams of a KV head's query heads are neighbours.
+    num_streams = batch * num_heads; with grouped heads the streams of a KV head's query heads are neighbours. With
+    sequences of different lengths num_streams = num_heads and num_m_blocks counts all sequences' tiles; what a role
+    gets then are views of one sequence, in which batch is 1 and m_block counts from the sequence's first tile.
     """
 
     mQ: cute.Tensor
@@ -35,6 +38,22 @@ class Gmem(NamedTuple):
     mCounter: cute.Tensor  # (1,)
     mRecord: cute.Tensor | None  # debug: (num_n_blocks + 1, num_m_blocks, num_streams), [0] counts
     mStuck: cute.Tensor | None  # debug: (8,), see `report_stuck`
+
+
+def map_rows(
+    gmem: Gmem, map_q: Callable[[cute.Tensor], cute.Tensor], map_k: Callable[[cute.Tensor], cute.Tensor]
+) -> Gmem:
+    """`gmem` with the tensors of query tokens and those of key tokens mapped."""
+    mdQ = None if gmem.mdQ is None else map_q(gmem.mdQ)
+    return gmem._replace(
+        mQ=map_q(gmem.mQ),
+        mdO=map_q(gmem.mdO),
+        mdQ=mdQ,
+        mK=map_k(gmem.mK),
+        mV=map_k(gmem.mV),
+        mdK=map_k(gmem.mdK),
+        mdV=map_k(gmem.mdV),
+    )
 
 
 class TmaAtoms(NamedTuple):

@@ -8,12 +8,12 @@ have no contributor and dQaccum holds nothing for them: their dQ is zero.
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_dash.config import BwdConfig
-from cute_dash.kernels import wgmma
+from cute_dash.kernels import varlen, wgmma
 from cute_dash.kernels.copy import fragment_registers, fragment_slots, partition_tma
 from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.roles import WARPGROUP_THREADS
@@ -35,8 +35,9 @@ class FlashAttentionBackwardPostprocess:
     @cute.jit
     def __call__(self, gmem: PostGmem, extents: Extents, softmax_scale: Float32, stream):
         tile = (self.config.tile_m, self.config.head_dim)
+        mdQ = varlen.make_ragged(gmem.mdQ) if const_expr(extents.varlen) else gmem.mdQ
         atom, mdQ = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), gmem.mdQ, wgmma.make_smem_layout(self.dtype, tile), tile
+            cpasync.CopyBulkTensorTileS2GOp(), mdQ, wgmma.make_smem_layout(self.dtype, tile), tile
         )
         num_m_blocks, num_streams = gmem.mdQaccum.shape[2], gmem.mdQaccum.shape[3]
         self.kernel(gmem._replace(mdQ=mdQ), atom, extents, softmax_scale).launch(
@@ -53,7 +54,6 @@ class FlashAttentionBackwardPostprocess:
         m_block = block_idx - stream * num_m_blocks
         batch_idx = stream // extents.num_query_heads
         head_idx = stream - batch_idx * extents.num_query_heads
-        shape = extents.make_shape(config)
 
         layout = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim))
         sdQ = SmemAllocator().allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
@@ -61,6 +61,9 @@ class FlashAttentionBackwardPostprocess:
         acc = wgmma.make_accumulator(mma_dQ, config.dQ_mma_shape)
         acc.fill(0.0)
         cute.arch.griddepcontrol_wait()
+        if const_expr(extents.varlen):
+            gmem, extents, m_block = self.enter_sequence(gmem, extents, m_block)
+        shape = extents.make_shape(config)
         if shape.get_n_block_max(m_block) > 0:
             partial = gmem.mdQaccum[None, tidx // WARPGROUP_THREADS, m_block, stream]
             source = fragment_slots(partial.iterator, cute.size(acc), tidx % WARPGROUP_THREADS)
@@ -80,3 +83,12 @@ class FlashAttentionBackwardPostprocess:
             cute.copy(atom, tdQsdQ, tdQgdQ)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def enter_sequence(self, gmem: PostGmem, extents: Extents, m_tile: Int32) -> tuple[PostGmem, Extents, Int32]:
+        """The tensors, extents and m_block of a tile's sequence alone; the tokens behind the last one see no key."""
+        sequence, m_block = varlen.find_query_tile(extents, m_tile, self.config.tile_m)
+        gmem = PostGmem(
+            varlen.view_ragged(gmem.mdQ, sequence.start_q, sequence.seqlen_q),
+            varlen.view_tiles(gmem.mdQaccum, 2, m_tile - m_block),
+        )
+        return gmem, extents.make_sequence(sequence.seqlen_q, sequence.seqlen_k), m_block

@@ -2,7 +2,8 @@
 
 One CTA per (m_block, stream). Memory bound: reads O and dO once. Rows beyond seqlen_q count as rows that see no key
 (LSE = -inf), with dPsum = 0. Also resets the dQ semaphore of its tile and the claim counter; for an unordered schedule,
-whose additions find nothing stored before, it zeroes dQaccum.
+whose additions find nothing stored before, it zeroes dQaccum. With sequences of different lengths it also zeroes the
+gradients that no work tile writes.
 """
 
 from typing import NamedTuple
@@ -12,8 +13,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_dash.config import BwdConfig
+from cute_dash.kernels import varlen
 from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.stats import make_stats
+from cute_dash.kernels.workspace import get_first_tile, get_num_tiles
 
 NUM_THREADS = 256
 VECTOR = 8  # 16-bit elements in a 16-byte access
@@ -28,6 +31,8 @@ class PreGmem(NamedTuple):
     mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
     mCounter: cute.Tensor  # (1,)
     mdQ: cute.Tensor | None  # (seqlen_q, head_dim, num_heads, batch), where the main kernel converts dQ
+    mdK: cute.Tensor | None  # (seqlen_k, head_dim, num_heads_kv, 1), with sequences of different lengths
+    mdV: cute.Tensor | None
 
 
 class FlashAttentionBackwardPreprocess:
@@ -49,7 +54,6 @@ class FlashAttentionBackwardPreprocess:
 
     @cute.kernel
     def kernel(self, gmem: PreGmem, extents: Extents, softmax_scale: Float32):
-        shape = extents.make_shape(self.config)
         tidx = cute.arch.thread_idx()[0]
         block_idx = cute.arch.block_idx()[0]
         num_m_blocks = gmem.mSemaphore.shape[0]
@@ -61,6 +65,10 @@ class FlashAttentionBackwardPreprocess:
         # the launch may overlap the end of the kernel before it, which may have written O or dO, or may still be using
         # this workspace
         cute.arch.griddepcontrol_wait()
+        all_gmem, all_extents = gmem, extents
+        if const_expr(extents.varlen):
+            gmem, extents, m_block = self.enter_sequence(gmem, extents, m_block)
+        shape = extents.make_shape(self.config)
         self.write_stats(gmem, tidx, m_block, head_idx, batch_idx, stream, softmax_scale)
         if tidx == 0:
             gmem.mSemaphore[m_block, stream] = Int32(0)
@@ -71,6 +79,28 @@ class FlashAttentionBackwardPreprocess:
         if const_expr(gmem.mdQ is not None):
             if shape.get_n_block_max(m_block) == 0:
                 self.clear_dQ(gmem, tidx, m_block, head_idx, batch_idx)
+        if const_expr(all_extents.varlen):
+            self.clear_dKV(all_gmem, all_extents, tidx, block_idx)
+
+    def enter_sequence(self, gmem: PreGmem, extents: Extents, m_tile: Int32) -> tuple[PreGmem, Extents, Int32]:
+        """The tensors, extents and m_block of a tile's sequence alone; the tokens behind the last one see no key."""
+        tile_m = self.config.tile_m
+        sequence, m_block = varlen.find_query_tile(extents, m_tile, tile_m)
+        first_m = m_tile - m_block
+
+        def view(mX):
+            return None if mX is None else varlen.view_rows(mX, sequence.start_q, sequence.seqlen_q)
+
+        gmem = gmem._replace(
+            mO=view(gmem.mO),
+            mdO=view(gmem.mdO),
+            mLSE_in=view(gmem.mLSE_in),
+            mdQ=view(gmem.mdQ),
+            mStats=varlen.view_tiles(gmem.mStats, 1, first_m),
+            mdQaccum=varlen.view_tiles(gmem.mdQaccum, 2, first_m),
+            mSemaphore=varlen.view_tiles(gmem.mSemaphore, 0, first_m),
+        )
+        return gmem, extents.make_sequence(sequence.seqlen_q, sequence.seqlen_k), m_block
 
     @cute.jit
     def write_stats(self, gmem: PreGmem, tidx, m_block, head_idx, batch_idx, stream, softmax_scale: Float32):
@@ -113,13 +143,34 @@ class FlashAttentionBackwardPreprocess:
 
     @cute.jit
     def clear_dQ(self, gmem: PreGmem, tidx, m_block, head_idx, batch_idx):
+        self.clear_tile(gmem.mdQ, self.config.tile_m, tidx, m_block, head_idx, batch_idx)
+
+    @cute.jit
+    def clear_dKV(self, gmem: PreGmem, extents: Extents, tidx, block_idx):
+        """Zeroes dK and dV of the keys that no query's sequence has; the main kernel does not come by there."""
+        tile_n = self.config.tile_n
+        num_tiles = get_num_tiles(extents.seqlen_k, extents.batch, tile_n) * extents.num_heads
+        for i in cutlass.range(block_idx, num_tiles, cute.arch.grid_dim()[0], unroll=1):
+            n_tile = i // extents.num_heads
+            head_idx = i - n_tile * extents.num_heads
+            idx = varlen.find_sequence(extents.mCuSeqlensK, n_tile, extents.batch + 1, tile_n)
+            sequence = varlen.load_sequence(extents, idx)
+            if (idx == extents.batch) | (sequence.seqlen_q == 0):
+                n_block = n_tile - get_first_tile(sequence.start_k, idx, tile_n)
+                for mX in (gmem.mdK, gmem.mdV):
+                    view = varlen.view_rows(mX, sequence.start_k, sequence.seqlen_k)
+                    self.clear_tile(view, tile_n, tidx, n_block, head_idx, 0)
+
+    @cute.jit
+    def clear_tile(self, mX: cute.Tensor, tile: cutlass.Constexpr[int], tidx, block, head_idx, batch_idx):
+        """Zeroes tile number `block` of `tile` rows, as far as the tensor goes."""
         first_row, column = tidx // self.threads_per_row, tidx % self.threads_per_row * VECTOR
-        zeros = cute.make_rmem_tensor(VECTOR, gmem.mdQ.element_type)
+        zeros = cute.make_rmem_tensor(VECTOR, mX.element_type)
         zeros.fill(0.0)
-        for i in cutlass.range(first_row, self.config.tile_m, self.rows_per_pass, unroll=1):
-            row = m_block * self.config.tile_m + i
-            if row < gmem.mdQ.shape[0]:
-                gRow = gmem.mdQ[row, None, head_idx, batch_idx]
+        for i in cutlass.range(first_row, tile, self.rows_per_pass, unroll=1):
+            row = block * tile + i
+            if row < mX.shape[0]:
+                gRow = mX[row, None, head_idx, batch_idx]
                 target = cute.make_tensor((gRow.iterator + column).align(16), cute.make_layout(VECTOR))
                 cute.autovec_copy(zeros, target)
 

@@ -31,6 +31,9 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
 With several query heads per KV head (GQA, MQA) a work tile takes the schedule's steps for one query head after the other:
 dK and dV stay in registers for the whole group, and each query head has dQ tiles and turnstiles of its own.
 
+With sequences of different lengths (`varlen`) each sequence is ordered by the schedule as a batch of one, and their work
+tiles are claimed sequence by sequence; a role enters the sequence of its work index and then sees nothing else.
+
 CTAs are persistent and claim work tiles from an atomic counter in tile order, each when it has nothing left to wait
 for, so a tile that waits for earlier-claimed tiles only can never wait for one that no CTA works on. The order of
 additions to dQ is kept by `semaphore`; lock value 0 stores instead of adding, so dQaccum is never zero-filled.
@@ -45,13 +48,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_dash.config import CONVERT_PIECE, CONVERT_STAGES, NUM_DS_STAGES, BwdConfig
-from cute_dash.kernels import debug, mask, semaphore, wgmma
-from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms
+from cute_dash.kernels import debug, mask, semaphore, varlen, wgmma
+from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms, map_rows
 from cute_dash.kernels.convert_dq import DQConverter
 from cute_dash.kernels.copy import (
     bulk_add_f32,
@@ -71,7 +74,9 @@ from cute_dash.kernels.roles import (
     WarpRole,
 )
 from cute_dash.kernels.stats import make_stats
+from cute_dash.kernels.varlen import Sequence
 from cute_dash.kernels.wgmma import Gemm, issue_gemm, make_accumulator, stage_of, transpose_view
+from cute_dash.kernels.workspace import get_first_tile
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, WorkTile
 
@@ -130,6 +135,8 @@ class FlashAttentionBackwardSm90:
         tile_q, tile_kv = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim)
         layout_q = wgmma.make_smem_layout(self.dtype, tile_q)
         layout_kv = wgmma.make_smem_layout(self.dtype, tile_kv)
+        if const_expr(extents.varlen):
+            gmem = map_rows(gmem, varlen.make_ragged, varlen.make_ragged)
         atom_Q, mQ = cpasync.make_tiled_tma_atom(load, gmem.mQ, layout_q, tile_q)
         atom_K, mK = cpasync.make_tiled_tma_atom(load, gmem.mK, layout_kv, tile_kv)
         atom_V, mV = cpasync.make_tiled_tma_atom(load, gmem.mV, layout_kv, tile_kv)
@@ -270,6 +277,45 @@ class FlashAttentionBackwardSm90:
         stream = tile.batch_idx * shape.num_query_heads + head_idx
         return QTile(self.schedule.get_m_block(step, tile, shape), head_idx, stream)
 
+    def get_num_work(self, extents: Extents) -> Int32:
+        """The first work index that ends a CTA."""
+        if not extents.varlen:
+            return self.make_shape(extents).num_work_tiles
+        end = extents.mCuSeqlensK[extents.batch]
+        return get_first_tile(end, extents.batch, self.config.tile_n) * extents.num_heads
+
+    def find_work(self, extents: Extents, work_idx: Int32) -> tuple[Sequence, Int32]:
+        """With sequences of different lengths: the sequence of a work index, and the index among those of the sequence.
+
+        A sequence's first KV tile, times KV heads, is its first work index. Called by a whole warp.
+        """
+        tile_n = self.config.tile_n
+        n_tile = work_idx // extents.num_heads
+        idx = varlen.find_sequence(extents.mCuSeqlensK, n_tile, extents.batch, tile_n)
+        sequence = varlen.load_sequence(extents, idx)
+        return sequence, work_idx - get_first_tile(sequence.start_k, idx, tile_n) * extents.num_heads
+
+    def enter_work(self, gmem: Gmem, extents: Extents, work_idx: Int32) -> tuple[Gmem, Extents, Int32]:
+        """What a role works on for a claimed work index: the tensors, extents and index of its sequence alone.
+
+        All of the problem, where the lengths are equal.
+        """
+        if not extents.varlen:
+            return gmem, extents, work_idx
+        sequence, work_idx = self.find_work(extents, work_idx)
+        first_m = get_first_tile(sequence.start_q, sequence.idx, self.config.tile_m)
+        gmem = map_rows(
+            gmem,
+            lambda mX: varlen.view_ragged(mX, sequence.start_q, sequence.seqlen_q),
+            lambda mX: varlen.view_ragged(mX, sequence.start_k, sequence.seqlen_k),
+        )
+        gmem = gmem._replace(
+            mStats=varlen.view_tiles(gmem.mStats, 1, first_m),
+            mdQaccum=varlen.view_tiles(gmem.mdQaccum, 2, first_m),
+            mSemaphore=varlen.view_tiles(gmem.mSemaphore, 0, first_m),
+        )
+        return gmem, extents.make_sequence(sequence.seqlen_q, sequence.seqlen_k), work_idx
+
     @cute.jit
     def next_work(self, smem: Smem, ring: Ring, work_it: Int32) -> Int32:
         """The work index claimed as this CTA's number `work_it`; read by a whole consumer warp."""
@@ -283,14 +329,13 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def load_warp(self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings):
-        shape = self.make_shape(extents)
         # the preprocess kernel writes LSE and dPsum, and bulk copies read them
         cute.arch.griddepcontrol_wait()
         cute.arch.fence_proxy("async.global")
         cute.arch.griddepcontrol_launch_dependents()
         it, work_it = Int32(0), Int32(0)
         work_idx = self.next_work(smem, rings.work, work_it)
-        while work_idx < shape.num_work_tiles:
+        while work_idx < self.get_num_work(extents):
             it = self.load_work_tile(gmem, atoms, extents, smem, rings, work_idx, it, work_it)
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
@@ -308,6 +353,7 @@ class FlashAttentionBackwardSm90:
         work_it: Int32,
     ) -> Int32:
         config = self.config
+        gmem, extents, work_idx = self.enter_work(gmem, extents, work_idx)
         shape = self.make_shape(extents)
         tile = self.schedule.get_work_tile(work_idx, shape)
         tile_q, tile_kv = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim)
@@ -353,35 +399,36 @@ class FlashAttentionBackwardSm90:
     @cute.jit
     def store_dQ_warp(self, gmem: Gmem, extents: Extents, smem: Smem, rings: Rings, parity: Int32):
         """One of the two store warps: handles the steps whose running number has this parity."""
-        shape = self.make_shape(extents)
         # the preprocess kernel resets the semaphores and the claim counter, and may zero dQaccum for bulk additions
         cute.arch.griddepcontrol_wait()
         cute.arch.fence_proxy("async.global")
         it, work_it = Int32(0), Int32(0)
         if parity == 0:
             self.release_dQ_buffer()
-            self.publish_claim(gmem, smem, rings.work, work_it)
+            self.publish_claim(gmem, extents, smem, rings.work, work_it)
         work_idx = self.next_work(smem, rings.work, work_it)
-        while work_idx < shape.num_work_tiles:
-            tile = self.schedule.get_work_tile(work_idx, shape)
+        while work_idx < self.get_num_work(extents):
+            own_gmem, own_extents, own_idx = self.enter_work(gmem, extents, work_idx)
+            shape = self.make_shape(own_extents)
+            tile = self.schedule.get_work_tile(own_idx, shape)
             num_steps = self.schedule.get_num_steps(tile, shape)
             for member in cutlass.range(shape.group_size, unroll=1):
                 for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
                     q_tile = self.get_q_tile(step, member, tile, shape)
-                    self.wait_turn(gmem, extents, q_tile, tile)
-                    self.add_dQ(gmem, extents, smem, parity, q_tile, tile)
+                    self.wait_turn(own_gmem, own_extents, q_tile, tile)
+                    self.add_dQ(own_gmem, own_extents, smem, parity, q_tile, tile)
                     if (step == num_steps - 1) & (member == shape.group_size - 1):
-                        self.publish_claim(gmem, smem, rings.work, work_it + 1)
-                    self.finish_dQ(gmem, extents, rings.done, q_tile, tile.n_block, it + step)
+                        self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
+                    self.finish_dQ(own_gmem, own_extents, rings.done, q_tile, tile.n_block, it + step)
                 it += num_steps
             if const_expr(self.config.local):
                 if num_steps == 0 and parity == 0:
-                    self.publish_claim(gmem, smem, rings.work, work_it + 1)
+                    self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
 
     @cute.jit
-    def publish_claim(self, gmem: Gmem, smem: Smem, ring: Ring, work_it: Int32):
+    def publish_claim(self, gmem: Gmem, extents: Extents, smem: Smem, ring: Ring, work_it: Int32):
         """Claims the next work tile and hands its index to all warps; an index beyond the last ends them.
 
         Called when this CTA holds or has passed on every turn of its current tile: the last step's partial is staged,
@@ -391,10 +438,23 @@ class FlashAttentionBackwardSm90:
         of a window wait for each other it can deadlock.
         """
         work_idx = semaphore.claim_next(gmem.mCounter.iterator)
+        if const_expr(extents.varlen):
+            while self.is_void(extents, work_idx):
+                work_idx = semaphore.claim_next(gmem.mCounter.iterator)
         ring.wait_empty(work_it)
         if cute.arch.lane_idx() == 0:
             smem.sWork[ring.slot(work_it)] = work_idx
             ring.arrive_full(work_it)
+
+    @cute.jit
+    def is_void(self, extents: Extents, work_idx: Int32) -> Boolean:
+        """With sequences of different lengths: whether no work tile has this index, which then nobody works on.
+
+        Indices beyond the last tile are not void: they end the CTA.
+        """
+        sequence, own_idx = self.find_work(extents, work_idx)
+        num_work_tiles = self.make_shape(extents.make_sequence(sequence.seqlen_q, sequence.seqlen_k)).num_work_tiles
+        return (work_idx < self.get_num_work(extents)) & ((own_idx >= num_work_tiles) | (sequence.seqlen_q == 0))
 
     @cute.jit
     def wait_turn(self, gmem: Gmem, extents: Extents, q_tile: QTile, tile: WorkTile):
@@ -413,7 +473,7 @@ class FlashAttentionBackwardSm90:
 
     def semaphore_of(self, gmem: Gmem, extents: Extents, q_tile: QTile) -> cute.Pointer:
         """The turnstile of a dQ tile."""
-        num_m_blocks = self.make_shape(extents).num_m_blocks
+        num_m_blocks = gmem.mSemaphore.shape[0] if extents.varlen else self.make_shape(extents).num_m_blocks
         return gmem.mSemaphore.iterator + (q_tile.stream * num_m_blocks + q_tile.m_block)
 
     @cute.jit
@@ -478,11 +538,12 @@ class FlashAttentionBackwardSm90:
 
         It follows the steps of the store warps; a step whose lock value is the last of its order completes a tile.
         """
-        shape = self.make_shape(extents)
         it, work_it = Int32(0), Int32(0)
         work_idx = self.next_work(smem, rings.work, work_it)
-        while work_idx < shape.num_work_tiles:
-            tile = self.schedule.get_work_tile(work_idx, shape)
+        while work_idx < self.get_num_work(extents):
+            own_gmem, own_extents, own_idx = self.enter_work(gmem, extents, work_idx)
+            shape = self.make_shape(own_extents)
+            tile = self.schedule.get_work_tile(own_idx, shape)
             for member in cutlass.range(shape.group_size, unroll=1):
                 for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
                     q_tile = self.get_q_tile(step, member, tile, shape)
@@ -493,7 +554,7 @@ class FlashAttentionBackwardSm90:
                         # the additions were made by the async proxy and are read by it
                         cute.arch.fence_proxy("async.global")
                         self.converter.convert_tile(
-                            gmem, atoms, smem, rings.pieces, q_tile, tile.batch_idx, softmax_scale
+                            own_gmem, atoms, smem, rings.pieces, q_tile, tile.batch_idx, softmax_scale
                         )
                     it += 1
             work_it += 1
@@ -506,25 +567,30 @@ class FlashAttentionBackwardSm90:
     def mma_warpgroup(
         self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings, softmax_scale: Float32
     ):
-        shape = self.make_shape(extents)
         context = self.make_mma_context(smem, softmax_scale)
         shape_dKV = (self.config.tile_n, self.config.head_dim)
         acc_dK = make_accumulator(context.gemm_dK.tiled_mma, shape_dKV)
         acc_dV = make_accumulator(context.gemm_dV.tiled_mma, shape_dKV)
         it, work_it = Int32(0), Int32(0)
         work_idx = self.next_work(smem, rings.work, work_it)
-        while work_idx < shape.num_work_tiles:
-            tile = self.schedule.get_work_tile(work_idx, shape)
+        while work_idx < self.get_num_work(extents):
+            own_gmem, own_extents, own_idx = self.enter_work(gmem, extents, work_idx)
+            shape = self.make_shape(own_extents)
+            tile = self.schedule.get_work_tile(own_idx, shape)
             acc_dK.fill(0.0)
             acc_dV.fill(0.0)
             rings.KV.wait_full(work_it)
             for _ in cutlass.range(shape.group_size, unroll=1):
                 for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
                     m_block = self.schedule.get_m_block(step, tile, shape)
-                    self.mma_step(context, extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it)
+                    self.mma_step(context, own_extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it)
                     it += 1
             acc_dK.store(acc_dK.load() * softmax_scale)
-            self.epilogue_dKV(gmem, atoms, smem, rings.KV, context, acc_dK, acc_dV, tile, work_it)
+            if const_expr(extents.varlen):
+                # once more, because there are no registers to keep it over the steps
+                own_gmem, own_extents, own_idx = self.enter_work(gmem, extents, work_idx)
+                tile = self.schedule.get_work_tile(own_idx, self.make_shape(own_extents))
+            self.epilogue_dKV(own_gmem, atoms, smem, rings.KV, context, acc_dK, acc_dV, tile, work_it)
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
         # takes up the last release of the staging buffer, so that every barrier ends balanced

@@ -42,5 +42,18 @@ class WorkspaceLayout:
         return self.counter + ALIGNMENT
 
 
+def get_first_tile(start: int, sequence_idx: int, tile: int) -> int:
+    """The number of the first tile of `tile` tokens of the sequence that starts at token `start`.
+
+    Without a prefix sum over the sequences before it: their tiles fit below, because floor(x + y) + 1 >= floor(x) + ceil(y).
+    """
+    return sequence_idx + start // tile
+
+
+def get_num_tiles(num_tokens: int, num_sequences: int, tile: int) -> int:
+    """Room for all tiles of `tile` tokens of sequences of different lengths, and of the tokens behind the last."""
+    return num_sequences + 1 + num_tokens // tile
+
+
 def _align(num_elements: int) -> int:
     return (num_elements + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

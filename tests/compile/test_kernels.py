@@ -51,6 +51,15 @@ def release_keys():
         for config in CONFIGS
         for name in grouped[config.mask]
     ]
+    # by mask; what `auto` takes, and another
+    varlen = dict(
+        full=("longest_first", "unordered"), causal=("hybrid", "shortest_first"), local=("shortest_first", "hybrid")
+    )
+    keys += [
+        CompileKey(config, registry.load(name), "bfloat16", grouped=grouped, varlen=True)
+        for config in CONFIGS
+        for name, grouped in zip(varlen[config.mask], (True, False), strict=True)
+    ]
     return [*keys, CompileKey(get_config(128, False), registry.load("shift"), "bfloat16", cooperative=True)]
 
 
@@ -98,8 +107,26 @@ def test_kernels_of_a_call(key):
 @every_release
 def test_nothing_is_spilled(key):
     for role, kernel in build_and_disassemble(key).items():
+        if role == "main" and keeps_values_between_steps(key):
+            assert_little_is_spilled_between_steps(kernel)
+            continue
         assert kernel.frame_bytes == 0, f"{role} has a stack frame"
         assert kernel.count("LDL") + kernel.count("STL") == 0, f"{role} uses local memory"
+
+
+def keeps_values_between_steps(key):
+    """What `hybrid` computes of a work tile's place, twice for each, next to windows and lengths of sequences."""
+    return key.varlen and (key.schedule.name, key.config.mask, key.config.head_dim) == ("hybrid", "local", 64)
+
+
+def assert_little_is_spilled_between_steps(main):
+    """The consumers may keep up to ten values per work tile in local memory, none in a step."""
+    assert main.frame_bytes <= 40
+    consumers = main.opcodes.index("USETMAXREG.TRY_ALLOC.CTAPOOL")
+    waits = [i for i, opcode in enumerate(main.opcodes) if opcode.startswith("WARPGROUP.")]
+    for i, opcode in enumerate(main.opcodes):
+        if opcode.startswith(("LDL", "STL")):
+            assert i > consumers and not waits[0] < i < waits[-1], f"{opcode} at {i}"
 
 
 @every_build
@@ -177,9 +204,10 @@ def test_bulk_transfers(key):
     kernels = build_and_disassemble(key)
     main = kernels["main"]
     num_boxes = key.config.head_dim * 2 // 128  # swizzled 128 bytes wide
-    assert main.count("UTMALDG.4D") == 4 * num_boxes  # Q, K, V, dO
+    rank = "5D" if key.varlen else "4D"
+    assert main.count(f"UTMALDG.{rank}") == main.count("UTMALDG") == 4 * num_boxes  # Q, K, V, dO
     num_outputs = 3 if converts_dQ(key) else 2  # dK, dV, dQ
-    assert main.count("UTMASTG.4D") == num_outputs * num_boxes
+    assert main.count(f"UTMASTG.{rank}") == main.count("UTMASTG") == num_outputs * num_boxes
     # the row statistics; the finished dQ tile in pieces of 16 columns of 64 fp32 rows
     num_pieces = key.config.tile_m * key.config.head_dim // 1024 if converts_dQ(key) else 0
     assert main.count("UBLKCP.S.G") == 1 + num_pieces
@@ -187,7 +215,7 @@ def test_bulk_transfers(key):
     # the first contributor of an ordered schedule stores
     assert main.count("UBLKCP.G.S") == (key.config.num_mma_warpgroups if key.schedule.ordered else 0)
     if not converts_dQ(key):
-        assert kernels["post"].count("UTMASTG.4D") == num_boxes  # dQ
+        assert kernels["post"].count(f"UTMASTG.{rank}") == num_boxes  # dQ
 
 
 @every_release

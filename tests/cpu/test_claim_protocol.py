@@ -14,7 +14,8 @@ import pytest
 
 from cute_dash import registry
 from cute_dash.config import get_config
-from cute_dash.problem import MASKS, normalize_mask
+from cute_dash.problem import MASKS, Window, normalize_mask
+from cute_dash.schedule import needs_one_cta
 from cute_dash.validation import TESTED_SCHEDULES
 
 ORDERED = sorted(TESTED_SCHEDULES - {"unordered"})
@@ -34,13 +35,13 @@ class Cta:
         self.num_added = 0
         self.claims_left = 1  # a CTA begins with a claim, and makes another where its protocol says so
 
-    def take(self, schedule, shape, work_idx):
+    def take(self, schedule, shape, work_idx, sequence=0):
         tile = schedule.get_work_tile(work_idx, shape)
         num_steps = schedule.get_num_steps(tile, shape)
         self.claims_left += num_steps == 0  # nothing to wait for: the next is claimed at once
         for member, step in itertools.product(range(shape.group_size), range(num_steps)):
             m_block = schedule.get_m_block(step, tile, shape)
-            target = (tile.batch_idx, tile.head_idx * shape.group_size + member, m_block)
+            target = (sequence, tile.batch_idx, tile.head_idx * shape.group_size + member, m_block)
             lock_value = schedule.get_lock_value(m_block, tile, shape)
             last = (member, step) == (shape.group_size - 1, num_steps - 1)
             self.steps[self.num_steps % 2].append((self.num_steps, target, lock_value, last))
@@ -55,11 +56,16 @@ class Kernel:
         self.ctas = [Cta() for _ in range(num_ctas)]
         self.semaphores = Counter()
         self.num_claimed = 0
+        self.num_work = shape.num_work_tiles
+
+    def claim(self, cta):
+        cta.claims_left -= 1
+        cta.take(self.schedule, self.shape, self.num_claimed)
 
     def enabled(self):
         """The events that can happen now, as (cta, event, warp)."""
         for cta in self.ctas:
-            if cta.claims_left and self.num_claimed < self.shape.num_work_tiles:
+            if cta.claims_left and self.num_claimed < self.num_work:
                 yield cta, "claim", None
             for warp in (0, 1):
                 if not cta.steps[warp]:
@@ -73,8 +79,7 @@ class Kernel:
 
     def happen(self, cta, event, warp):
         if event == "claim":
-            cta.claims_left -= 1
-            cta.take(self.schedule, self.shape, self.num_claimed)
+            self.claim(cta)
             self.num_claimed += 1
             return
         _, target, _, last = cta.steps[warp][0]
@@ -92,7 +97,25 @@ class Kernel:
         """True if every work tile was finished, False if no event was left before."""
         while events := list(self.enabled()):
             self.happen(*rng.choice(events))
-        return self.num_claimed == self.shape.num_work_tiles and not any(any(cta.steps) for cta in self.ctas)
+        return self.num_claimed == self.num_work and not any(any(cta.steps) for cta in self.ctas)
+
+
+class PackedKernel(Kernel):
+    """Sequences of different lengths: each has its own orders and turnstiles, and some claims between them are void."""
+
+    def __init__(self, schedule, shapes, num_ctas, rng):
+        super().__init__(schedule, shapes[0], num_ctas, "add")
+        self.work = []
+        for sequence, shape in enumerate(shapes):
+            self.work += [(shape, work_idx, sequence) for work_idx in range(shape.num_work_tiles)]
+            self.work += [None] * rng.randint(0, shape.num_heads)
+        self.num_work = len(self.work)
+
+    def claim(self, cta):
+        if (work := self.work[self.num_claimed]) is None:
+            return  # the CTA claims once more
+        cta.claims_left -= 1
+        cta.take(self.schedule, *work)
 
 
 def shape_of(seqlen_q, seqlen_k, num_heads, head_dim, causal, window_size=(-1, -1), group_size=1):
@@ -117,6 +140,20 @@ def test_no_timing_deadlocks_the_kernels_claims(name, mask, group_size):
         for num_ctas in {residents, residents + 1, residents + 3, 20}:
             for _ in range(5):
                 assert Kernel(schedule, shape, num_ctas, "add").run(rng), f"{shape} with {num_ctas} CTAs"
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", [name for name in ORDERED if needs_one_cta(registry.load(name))])
+def test_no_timing_deadlocks_sequences_of_different_lengths(name, mask):
+    rng = random.Random(name)
+    schedule = registry.load(name)
+    window = Window(150, 20) if mask == "local" else None
+    config = get_config(64, mask == "causal", window is not None)
+    for _ in range(10):
+        lengths = [(rng.randint(1, 600), rng.randint(1, 600)) for _ in range(rng.randint(1, 5))]
+        shapes = [config.make_shape(1, 2, *pair, window, 2) for pair in lengths]
+        for num_ctas in (1, 2, 5, 20):
+            assert PackedKernel(schedule, shapes, num_ctas, rng).run(rng), f"{lengths} with {num_ctas} CTAs"
 
 
 def test_a_claim_with_a_turn_outstanding_deadlocks():

@@ -526,6 +526,21 @@ def test_compile_of_grouped_heads(compiler, capsys):
     assert "grouped heads, plain launch" in capsys.readouterr().out
 
 
+def test_compile_of_sequences_of_different_lengths(compiler, capsys):
+    assert main(["compile", "auto", "shift", "--varlen", "--head-dim", "128"]) == 0
+    assert compiled_names(compiler) == ["longest_first", "hybrid", "longest_first"]  # full, and two of causal
+    assert all(key.varlen and not key.cooperative and key.config.tile_m == 64 for key in compiler)
+    out = capsys.readouterr().out
+    assert (
+        "shift: nothing to compile for head dim 128, full: it cannot order this mask, or may need several CTAs" in out
+    )
+    assert "varlen, plain launch" in out
+    compiler.clear()
+    assert main(["compile", "auto", "--varlen", "--mask", "local", "--head-dim", "64"]) == 0
+    assert compiled_names(compiler) == ["shortest_first"]
+    assert compiler[0].varlen and compiler[0].config.local
+
+
 def compiled_names(compiler):
     return [key.schedule.name for key in compiler]
 

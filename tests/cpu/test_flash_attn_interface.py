@@ -149,3 +149,101 @@ def test_packed_tensors_of_a_wrong_shape_are_named():
         ours.flash_attn_kvpacked_func(x.q, torch.stack([x.q, x.k, x.v], dim=2))
     with pytest.raises(TypeError, match="qkv is a list"):
         ours.flash_attn_qkvpacked_func([x.q])
+
+
+# Sequences of different lengths
+
+VARLEN = {
+    "flash_attn_varlen_func": ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"],
+    "flash_attn_varlen_kvpacked_func": ["q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"],
+    "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen"],
+}
+EVERY_VARLEN = pytest.mark.parametrize("name", VARLEN)
+LENGTHS = (40, 1, 89)
+
+
+def varlen_inputs(name, dtype=torch.float32):
+    """The tensors of a function, whose gradients are asked for; its lengths; dout; and q, k, v by sequence."""
+    x = random_inputs(1, sum(LENGTHS), sum(LENGTHS), num_heads=2, head_dim=64, dtype=dtype)
+    q, k, v, dout = (t[0] for t in (x.q, x.k, x.v, x.dout))
+    cu_seqlens = torch.tensor([0, 40, 41, 130], dtype=torch.int32)
+    stacked = {"q": q, "k": k, "v": v, "kv": torch.stack([k, v], dim=1), "qkv": torch.stack([q, k, v], dim=1)}
+    leaves = [stacked[p].clone().requires_grad_() for p in VARLEN[name] if p in stacked]
+    lengths = [cu_seqlens if p.startswith("cu") else max(LENGTHS) for p in VARLEN[name] if p not in stacked]
+    return leaves, lengths, dout, [t.split(LENGTHS) for t in (q, k, v, dout)]
+
+
+def unpack_varlen(tensors):
+    return [x for t in tensors for x in (t.unbind(1) if t.ndim == 4 else [t])]
+
+
+@EVERY_VARLEN
+def test_varlen_signatures_are_those_of_flash_attn(name):
+    options = {**OPTIONS, "block_table": None} if name == "flash_attn_varlen_func" else OPTIONS
+    parameters = inspect.signature(getattr(ours, name)).parameters.values()
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == [*VARLEN[name], *options]
+    assert {p.name: p.default for p in positional if p.default is not p.empty} == options
+
+
+@EVERY_VARLEN
+@pytest.mark.parametrize("window_size", [(-1, -1), (20, 5)], ids=str)
+@MASKS
+def test_varlen_out_lse_and_gradients_are_those_of_attention(name, causal, window_size):
+    leaves, lengths, dout, sequences = varlen_inputs(name)
+    out, lse, probs = getattr(ours, name)(
+        *leaves, *lengths, softmax_scale=0.1, causal=causal, window_size=window_size, return_attn_probs=True
+    )
+    assert out.shape == dout.shape and lse.shape == (2, len(dout)) and probs.numel() == 0
+    grads = unpack_varlen(torch.autograd.grad(out, leaves, dout))
+    parts = zip(out.split(LENGTHS), lse.split(LENGTHS, dim=1), *(g.split(LENGTHS) for g in grads), strict=True)
+    for (out_b, lse_b, *grads_b), one in zip(parts, zip(*sequences, strict=True), strict=True):
+        q, k, v, dout_b = (t[None] for t in one)
+        ref_out, ref_lse = attention_forward_ref(q, k, v, 0.1, causal, window_size)
+        assert relative_error(out_b[None], ref_out) < FP32_TOLERANCE
+        torch.testing.assert_close(lse_b[None].double(), ref_lse, rtol=1e-5, atol=1e-5)
+        refs = attention_backward_ref(dout_b, q, k, v, 0.1, causal, window_size)
+        scale = max(ref.norm().item() for ref in refs)  # of a single token dq and dk are 0
+        for grad, ref in zip(grads_b, refs, strict=True):
+            assert (grad[None].double() - ref).norm().item() < FP32_TOLERANCE * scale
+
+
+@EVERY_VARLEN
+def test_varlen_bits_are_those_of_cute_dash(name):
+    leaves, lengths, dout, _ = varlen_inputs(name, dtype=torch.bfloat16)
+    q, k, v = (t.detach().clone().requires_grad_() for t in unpack_varlen(leaves))
+    every_length = lengths if len(lengths) == 4 else [lengths[0], lengths[0], lengths[1], lengths[1]]
+    cute_dash.flash_attn_varlen_func(q, k, v, *every_length, causal=True, schedule="descending").backward(dout)
+    out = getattr(ours, name)(*leaves, *lengths, 0.0, None, True, (-1, -1), 0.0, None, True, schedule="descending")
+    out.backward(dout)
+    assert last_schedule().name == "descending"
+    for actual, expected in zip(unpack_varlen([leaf.grad for leaf in leaves]), (q, k, v), strict=True):
+        assert_bitwise_equal(actual, expected.grad, "grad")
+
+
+@EVERY_VARLEN
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"dropout_p": 0.1}, ValueError, "dropout_p=0.1: dropout is not supported"),
+        ({"alibi_slopes": torch.ones(2)}, ValueError, "alibi_slopes is a Tensor: ALiBi is not supported"),
+        ({"return_attn_probs": None}, TypeError, "return_attn_probs=None is a NoneType"),
+        ({"window_size": 3}, TypeError, "window_size=3"),
+        ({"schedule": "shift"}, ValueError, "schedule='shift' may need several resident CTAs"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_varlen_refuses_what_cannot_be_had(name, option, error, message):
+    leaves, lengths, *_ = varlen_inputs(name)
+    with pytest.raises(error, match=message):
+        getattr(ours, name)(*leaves, *lengths, **option)
+
+
+def test_varlen_refuses_paged_keys_and_wrong_shapes():
+    leaves, lengths, *_ = varlen_inputs("flash_attn_varlen_func")
+    with pytest.raises(ValueError, match="block_table is a Tensor: paged keys are not supported"):
+        ours.flash_attn_varlen_func(*leaves, *lengths, block_table=torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"qkv has shape \(130, 2, 64\); allowed: 4-D \(total, 3,"):
+        ours.flash_attn_varlen_qkvpacked_func(leaves[0], lengths[0], lengths[2])
+    with pytest.raises(ValueError, match=r"kv has shape .* allowed: 4-D \(total_k, 2,"):
+        ours.flash_attn_varlen_kvpacked_func(leaves[0], leaves[1], *lengths)

@@ -1,7 +1,5 @@
 """transformers with attn_implementation="cute_dash", on small models with random weights: against its eager attention."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -9,8 +7,6 @@ transformers = pytest.importorskip("transformers", reason="transformers, the ext
 
 from transformers import masking_utils  # noqa: E402
 
-import cute_dash  # noqa: E402
-from cute_dash import flash_attn_func  # noqa: E402
 from cute_dash.integrations import transformers as integration  # noqa: E402
 from cute_dash.interface import last_schedule  # noqa: E402
 from cute_dash.testing import assert_bitwise_equal  # noqa: E402
@@ -33,24 +29,6 @@ MODELS = pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.fixture(scope="module", autouse=True)
 def registered():
     integration.register()
-
-
-@pytest.fixture
-def varlen(monkeypatch):
-    """`flash_attn_varlen_func`; where there is none yet, a loop over the sequences in its place."""
-
-    def loop(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-        sequences = []
-        bounds = (itertools.pairwise(cu_seqlens.tolist()) for cu_seqlens in (cu_seqlens_q, cu_seqlens_k))
-        for (q_start, q_end), (k_start, k_end) in zip(*bounds, strict=True):
-            assert q_end - q_start <= max_seqlen_q and k_end - k_start <= max_seqlen_k
-            if q_start < q_end:
-                parts = q[None, q_start:q_end], k[None, k_start:k_end], v[None, k_start:k_end]
-                sequences.append(flash_attn_func(*parts, **options)[0])
-        return torch.cat(sequences)
-
-    if not hasattr(cute_dash, "flash_attn_varlen_func"):
-        monkeypatch.setattr(cute_dash, "flash_attn_varlen_func", loop, raising=False)
 
 
 def make_model(family, implementation="cute_dash", dtype=torch.float32, **changes):
@@ -186,13 +164,11 @@ def make_padding(side, lengths=(150, 100)):
     return mask
 
 
-@pytest.mark.usefixtures("varlen")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(side):
     assert_as_eager("llama", input_ids=make_tokens(), attention_mask=make_padding(side))
 
 
-@pytest.mark.usefixtures("varlen")
 def test_generation_with_padding():
     model, eager = make_model("llama"), make_model("llama", "eager")
     tokens, mask = make_tokens(seqlen=SEQLEN), make_padding("left")
@@ -201,11 +177,9 @@ def test_generation_with_padding():
 
 
 def test_a_mask_of_ones_is_no_mask():
-    """Also where nothing but full sequences can be run."""
     assert_as_eager("llama", input_ids=make_tokens(), attention_mask=torch.ones(2, SEQLEN, dtype=torch.int64))
 
 
-@pytest.mark.usefixtures("varlen")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_packed_sequences_by_positions(rows):
     """Three sequences in a row: logits and gradients are those of each alone."""
@@ -218,7 +192,6 @@ def test_packed_sequences_by_positions(rows):
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("varlen")
 def test_packed_sequences_beside_a_cache_and_by_lengths():
     """transformers makes no packed mask beside a cache; the positions, or the collator's lengths, say it all the same."""
     tokens, lengths = make_tokens(batch=1), (40, 110)
@@ -232,7 +205,6 @@ def test_packed_sequences_beside_a_cache_and_by_lengths():
     assert torch.equal(model(input_ids=tokens, position_ids=positions, use_cache=True, **bounds).logits, expected)
 
 
-@pytest.mark.usefixtures("varlen")
 def test_positions_that_change_in_place_are_read_again():
     tokens, positions = make_tokens(batch=1), torch.arange(SEQLEN)[None]
     model = make_model("llama")
@@ -243,20 +215,12 @@ def test_positions_that_change_in_place_are_read_again():
     assert torch.equal(packed, model(input_ids=tokens, position_ids=positions.clone()).logits)
 
 
-@pytest.mark.usefixtures("varlen")
 def test_inference_mode():
     tokens, mask = make_tokens(), make_padding("right")
     model = make_model("llama")
     with torch.inference_mode():
         logits = model(input_ids=tokens, attention_mask=mask).logits
     assert torch.equal(logits, model(input_ids=tokens, attention_mask=mask).logits)
-
-
-def test_without_varlen_other_lengths_are_refused(monkeypatch):
-    monkeypatch.delattr(cute_dash, "flash_attn_varlen_func", raising=False)
-    monkeypatch.delitem(cute_dash._LAZY, "flash_attn_varlen_func", raising=False)
-    with pytest.raises(ValueError, match="needs flash_attn_varlen_func"):
-        make_model("llama")(input_ids=make_tokens(), attention_mask=make_padding("right"))
 
 
 def test_sequences_of_segments():
