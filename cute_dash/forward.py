@@ -10,7 +10,7 @@ things differ between them and from the contract:
   wrong for some queries if there are more queries than keys: those go to it in parts, see `_split_queries`.
 * called with a batch of equal lengths, FlashAttention-2 may split the keys among CTAs by how many blocks the batch has and
   how many SMs the device: the bits of a sequence's out would depend on both. Called with cumulative lengths it does not.
-* for a single query cuDNN splits the keys likewise: few queries go to FlashAttention-2.
+* for a single query cuDNN splits the keys likewise: short sequences go to FlashAttention-2.
 * sequences of different lengths go to FlashAttention-2; with windows too, but see `forward_varlen`.
 * queries that see no key (the first seqlen_q - seqlen_k - right): their out and LSE are undefined or +inf there; the
   contract says out 0 and LSE -inf.
@@ -25,7 +25,7 @@ from torch import Tensor
 from cute_dash.problem import Window, normalize_mask
 
 _CUDNN_MIN_VERSION = 90100
-_CUDNN_MIN_QUERIES = 128
+_CUDNN_MIN_SEQLEN = 128
 
 
 def forward(
@@ -111,7 +111,8 @@ def _cudnn_applies(q: Tensor, k: Tensor, causal: bool) -> bool:
     Not `torch.backends.cuda.can_use_cudnn_attention`: what that says depends on switches that must not change bits
     (`sdpa_kernel`, `torch.use_deterministic_algorithms`).
     """
-    if (causal and q.shape[1] != k.shape[1]) or q.shape[1] < _CUDNN_MIN_QUERIES:
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    if (causal and seqlen_q != seqlen_k) or min(seqlen_q, seqlen_k) < _CUDNN_MIN_SEQLEN:
         return False
     cudnn: Any = torch.backends.cudnn  # untyped in torch
     return bool(cudnn.is_available() and cudnn.version() >= _CUDNN_MIN_VERSION)

@@ -387,7 +387,7 @@ def have_cudnn(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
 
 
-@pytest.mark.parametrize("lengths", [(1, 200), (127, 127), (128, 128), (200, 300), (300, 200)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 200), (200, 1), (127, 127), (128, 128), (200, 300), (300, 200)], ids=str)
 @MASKS
 def test_library_forward_takes_the_backend_with_the_right_mask(monkeypatch, causal, lengths):
     """Which library runs, where cuDNN would take everything; the libraries themselves need a GPU."""
@@ -401,8 +401,8 @@ def test_library_forward_takes_the_backend_with_the_right_mask(monkeypatch, caus
     monkeypatch.setattr(forward, "_cudnn_forward", library("cudnn"))
     monkeypatch.setattr(forward, "_flash_forward", library("flash"))
     forward.forward(x.q, x.k, x.v, 0.1, causal)
-    unequal, few_queries = lengths[0] != lengths[1], lengths[0] < 128
-    assert called == ["flash" if few_queries or (causal and unequal) else "cudnn"]
+    unequal, short = lengths[0] != lengths[1], min(lengths) < 128
+    assert called == ["flash" if short or (causal and unequal) else "cudnn"]
 
 
 @pytest.mark.parametrize("switch", ["sdpa_kernel", "deterministic"])
