@@ -80,31 +80,32 @@ class Watchdog:
 
 def poisoned(subject: Subject, num_runs: int) -> Iterator[Sample]:
     """The memory that outputs and workspace are about to get is filled first; held: the outputs were in filled memory."""
-    sizes = _list_allocations(subject)
+    _ = subject.expected  # allocated before
+    sizes = list_allocations(subject.backward)
+    fill_free_memory(sizes, FILLS[0])  # what has to be allocated anew for it is there for the runs
     for run in range(num_runs):
         fill = FILLS[run % len(FILLS)]
-        filled = _fill_free_memory(sizes, fill)
+        filled = fill_free_memory(sizes, fill)
         gradients = subject.backward()
         in_force = all(gradient.data_ptr() in filled for gradient in gradients)
         yield Sample(gradients, subject.expected, in_force, f"memory full of 0x{fill:02X}")
 
 
-def _list_allocations(subject: Subject) -> list[int]:
+def list_allocations(backward: Callable[[], Gradients]) -> list[int]:
     """Bytes of what a call allocates: its outputs, in order, and the rest in one piece."""
 
     def requested(which: str) -> int:
         return int(torch.cuda.memory_stats().get(f"requested_bytes.all.{which}", 0))
 
-    _ = subject.expected  # allocated before
     torch.cuda.reset_peak_memory_stats()
     before = requested("current")
-    outputs = [gradient.nbytes for gradient in subject.backward()]
+    outputs = [gradient.nbytes for gradient in backward()]
     rest = requested("peak") - before - sum(outputs)
     return [*outputs, *([rest] if rest > 0 else [])]
 
 
-def _fill_free_memory(sizes: Sequence[int], byte: int) -> set[int]:
-    """Fills what the caching allocator hands out next for these sizes; returns the addresses."""
+def fill_free_memory(sizes: Sequence[int], byte: int) -> set[int]:
+    """Fills what the caching allocator hands out next for these sizes with a byte; returns the addresses."""
     blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
     for block in blocks:
         block.fill_(byte)
@@ -132,24 +133,25 @@ def busy_neighbour(subject: Subject, num_runs: int) -> Iterator[Sample]:
 
 
 def two_streams(subject: Subject, num_runs: int) -> Iterator[Sample]:
-    """Two streams run the subject at once; held: each began before the other had ended."""
+    """Two streams run the subject at once; held: each had ended its first call before the other had ended its last."""
     calls = 3
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     expected = subject.expected
     for _ in range(max(num_runs // (2 * calls), 1)):
         torch.cuda.synchronize()
         results: list[Gradients] = []
-        begins, ends = ([torch.cuda.Event(enable_timing=True) for _ in streams] for _ in range(2))
-        for stream, begin in zip(streams, begins, strict=True):
-            begin.record(stream)
+        ends: list[list[torch.cuda.Event]] = [[], []]
+        torch.cuda._sleep(1_000_000)  # both streams start behind it, when the host has queued everything
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
         for _ in range(calls):
-            for stream in streams:
+            for stream, ended in zip(streams, ends, strict=True):
                 with torch.cuda.stream(stream):
                     results.append(subject.backward())
-        for stream, end in zip(streams, ends, strict=True):
-            end.record(stream)
+                    ended.append(torch.cuda.Event(enable_timing=True))
+                    ended[-1].record()
         torch.cuda.synchronize()
-        in_force = begins[0].elapsed_time(ends[1]) > 0 and begins[1].elapsed_time(ends[0]) > 0
+        in_force = ends[0][0].elapsed_time(ends[1][-1]) > 0 and ends[1][0].elapsed_time(ends[0][-1]) > 0
         for gradients in results:
             yield Sample(gradients, expected, in_force)
 
@@ -265,7 +267,7 @@ def fresh_processes(
             jobs.append(
                 {
                     "tensors": str(Path(folder) / f"{index}.in"),
-                    "device": problem.q.device.type,
+                    "device": str(problem.q.device),
                     "strides": [list(x.stride()) for x in problem.tensors],
                     "options": [problem.softmax_scale, problem.causal, problem.window_size],
                     "schedule": problem.schedule,
