@@ -651,6 +651,8 @@ def _verify_bits(args: argparse.Namespace) -> int:
         raise  # the schedule is at fault, not the options
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
+    except verify_gpu.ProcessError as error:
+        return _report_broken([str(error)])
     if sys.stderr.isatty():
         _progress("")
     if args.json:

@@ -38,6 +38,10 @@ PROCESS_TIMEOUT_S = 600.0
 STUCK = 1  # exit status
 
 
+class ProcessError(RuntimeError):
+    """A fresh process did not do what it was started for."""
+
+
 class Watchdog:
     """Ends the process, saying where it was, if `alive` is not called for `limit_s` seconds.
 
@@ -181,10 +185,8 @@ def hold_sms(count: int, hold_ms: float) -> Iterator[torch.cuda.Event]:
     """Keeps `count` SMs of the idle current device busy, for `hold_ms` and no longer; waits for their end on leaving.
 
     Yields:
-        an event that is complete when they are free again.
-
-    Raises:
-        RuntimeError: the SMs could not be had in that time.
+        an event that is complete when they are free again; at once where they could not all be had, as on a GPU that other
+        processes use.
     """
     torch.cuda.synchronize()
     held = torch.zeros(count, dtype=torch.int32, device="cuda")
@@ -195,14 +197,12 @@ def hold_sms(count: int, hold_ms: float) -> Iterator[torch.cuda.Event]:
     with torch.cuda.stream(holder):
         _hold_kernel()(held, int(hold_ms * 1e6), count)
         ended.record()
-    while True:
-        over = ended.query()
+    num_held = 0
+    while num_held < count and not ended.query():
         with torch.cuda.stream(watcher):
-            sms = set(held.tolist()) - {0}  # a copy, beside the kernel
-        if len(sms) == count:
-            break
-        if over:
-            raise RuntimeError(f"only {len(sms)} of {count} SMs were held")
+            num_held = len(set(held.tolist()) - {0})  # a copy, beside the kernel
+    if num_held < count:
+        ended.synchronize()
     try:
         yield ended
     finally:
@@ -258,7 +258,7 @@ def fresh_processes(
         the expected one.
 
     Raises:
-        RuntimeError: a process failed, with what it said.
+        ProcessError: a process failed, with what it said.
     """
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
@@ -296,18 +296,15 @@ def _run_process(jobs: Path, environment: dict[str, str]) -> None:
     root = str(Path(cute_dash.__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "cute_dash.verify_gpu", str(jobs)]
-    done = subprocess.run(
-        command,
-        env={**environment, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_TIMEOUT_S,
-        check=False,
-    )
+    options: dict[str, Any] = {"env": {**environment, "PYTHONPATH": path}, "capture_output": True, "text": True}
+    try:
+        done = subprocess.run(command, timeout=PROCESS_TIMEOUT_S, check=False, **options)
+    except subprocess.TimeoutExpired as error:
+        raise ProcessError(f"a fresh process was not done after {PROCESS_TIMEOUT_S:.0f} s") from error
     if done.returncode:
-        raise RuntimeError(f"a fresh process failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
+        raise ProcessError(f"a fresh process failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
     if done.stdout.split()[-1:] != [str(len(json.loads(jobs.read_text())))]:
-        raise RuntimeError(f"a fresh process did not say how much it did: {done.stdout.strip()[-2000:]!r}")
+        raise ProcessError(f"a fresh process did not say how much it did: {done.stdout.strip()[-2000:]!r}")
 
 
 def get_digest(gradients: Gradients) -> str:

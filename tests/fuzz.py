@@ -7,13 +7,15 @@ tensor from its seed and number, and nothing else. Checked of each:
 - on the GPU: equal bits when outputs and workspace start as NaN and as large numbers, and with contiguous inputs; on
   small problems the emulator's gradients, within the same budget;
 - on the CPU: equal bits of the emulator in random interleavings of the CTAs, and with contiguous inputs;
-- batch-invariant schedules: equal bits of a sequence alone.
+- batch-invariant schedules: equal bits of a sequence alone;
+- where the op takes sequences of different lengths: each of them against fp64, equal bits alone, zeros elsewhere.
 
 On a Hopper GPU it takes kernels from a fixed list, KEYS, and compiles them first, in several processes at once; elsewhere
 it runs the emulator on small problems. Exit status: 0 all passed, 1 some failed, each named with what replays it.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -22,14 +24,15 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from cute_dash import attention_backward, emulator, flash_attn_func, validation
+from cute_dash import attention_backward, emulator, flash_attn_func, interface, validation
 from cute_dash.registry import UnsupportedShapeError
 from cute_dash.testing import (
     assert_accurate,
@@ -57,6 +60,7 @@ class Key(NamedTuple):
     mask: str
     dtype: torch.dtype = torch.bfloat16
     grouped: bool = False
+    varlen: bool = False
 
 
 def list_keys() -> list[Key]:
@@ -76,6 +80,9 @@ def list_keys() -> list[Key]:
                 Key("shift", head_dim, "full", grouped=True),
                 Key("symmetric_shift", head_dim, "causal", grouped=True),
             ]
+        varlen = [mask for mask in of_mask if takes_varlen(mask == "local")]
+        keys += [Key("shortest_first", head_dim, mask, varlen=True) for mask in varlen]
+        keys += [Key("longest_first", head_dim, mask, grouped=takes_grouped_queries(), varlen=True) for mask in varlen]
     return keys
 
 
@@ -85,6 +92,20 @@ def takes_grouped_queries() -> bool:
     q, k = (torch.zeros(1, 2, num_heads, 64) for num_heads in (2, 1))
     try:
         validation.check_qkv(q, k, k)
+    except ValueError:
+        return False
+    return True
+
+
+@lru_cache
+def takes_varlen(window: bool) -> bool:
+    """Whether there is an op for sequences of different lengths, and with a sliding window."""
+    if not hasattr(interface, "flash_attn_varlen_func"):
+        return False
+    x, cu_seqlens = torch.zeros(3, 1, 64), torch.tensor([0, 1, 3], dtype=torch.int32)
+    window_size = (0, 0) if window else (-1, -1)
+    try:
+        interface.flash_attn_varlen_func(x, x, x, cu_seqlens, cu_seqlens, 2, 2, window_size=window_size)
     except ValueError:
         return False
     return True
@@ -118,6 +139,7 @@ class Case:
     softmax_scale: float | None
     layouts: dict[str, str] = field(compare=False)
     own_forward: bool  # out and LSE of the op's forward, not of the reference
+    lengths: tuple[tuple[int, int], ...] = ()  # queries and keys of each sequence, where they differ
 
     @property
     def causal(self) -> bool:
@@ -130,9 +152,10 @@ class Case:
     def describe(self) -> str:
         key, layouts = self.key, ", ".join(f"{name} {layout}" for name, layout in self.layouts.items())
         window = f" {self.window_size}" if key.mask == "local" else ""
+        lengths = ", ".join(f"{q} x {k}" for q, k in self.lengths or [(self.seqlen_q, self.seqlen_k)])
         return (
             f"{key.schedule}, head dim {key.head_dim}, {key.mask}{window}, {key.dtype}, batch {self.batch}, "
-            f"{self.num_heads} heads, {self.num_heads_kv} KV heads, {self.seqlen_q} x {self.seqlen_k} tokens, "
+            f"{self.num_heads} heads, {self.num_heads_kv} KV heads, {lengths} tokens, "
             f"scale {self.softmax_scale}, {'own forward, ' if self.own_forward else ''}{layouts}"
         )
 
@@ -147,6 +170,8 @@ def draw_case(seed: int, number: int, keys: list[Key], limits: Limits) -> Case:
     """Case `number` of `seed`; the same whenever it is drawn with these keys and limits."""
     rng = random.Random(f"{seed}/{number}")
     key = rng.choice(keys)
+    if key.varlen:
+        return draw_varlen_case(rng, Case(seed, number, key, 1, 1, 1, 1, 1, (-1, -1), None, {}, False), limits)
     seqlen_q = draw_length(rng, limits)
     seqlen_k = seqlen_q if rng.random() < 0.4 else draw_length(rng, limits)
     while seqlen_q * seqlen_k > limits.max_scores:
@@ -172,6 +197,34 @@ def draw_case(seed: int, number: int, keys: list[Key], limits: Limits) -> Case:
         rng.random() < 0.1,
     )
     return case if can_implement(case) else draw_case(seed, number, [k for k in keys if k != key], limits)
+
+
+def draw_varlen_case(rng: random.Random, case: Case, limits: Limits) -> Case:
+    """Sequences of different lengths, some of them without queries, without keys or empty."""
+    lengths: list[tuple[int, int]] = []
+    num_heads_kv = rng.randint(1, 3)
+    num_heads = num_heads_kv * (rng.randint(2, 4) if case.key.grouped else 1)
+    budget = limits.max_scores // num_heads
+    for _ in range(rng.randint(1, 6)):
+        seqlen_q, seqlen_k = (0 if rng.random() < 0.1 else draw_length(rng, limits) for _ in range(2))
+        seqlen_k = seqlen_q if rng.random() < 0.4 else seqlen_k
+        if seqlen_q * seqlen_k <= budget:
+            lengths.append((seqlen_q, seqlen_k))
+            budget -= seqlen_q * seqlen_k
+    lengths = lengths or [(5, 7)]
+    seqlen_q, seqlen_k = (max(side) for side in zip(*lengths, strict=True))
+    local = case.key.mask == "local"
+    return replace(
+        case,
+        batch=len(lengths),
+        num_heads=num_heads,
+        num_heads_kv=num_heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        window_size=(draw_side(rng, seqlen_k), draw_side(rng, seqlen_q)) if local else (-1, -1),
+        softmax_scale=rng.choice([None, 0.2]),
+        lengths=tuple(lengths),
+    )
 
 
 def draw_length(rng: random.Random, limits: Limits) -> int:
@@ -333,6 +386,9 @@ def run_case(case: Case, device: str, limits: Limits, tally: Tally) -> None:
     Raises:
         AssertionError: the first that fails.
     """
+    if case.lengths:
+        run_varlen_case(case, device, tally)
+        return
     inputs = make_inputs(case, device)
     options = {"window_size": case.window_size, "schedule": case.key.schedule}
 
@@ -407,6 +463,84 @@ def sum_kv_heads(grads: tuple[torch.Tensor, ...], case: Case) -> list[torch.Tens
     return [dq.double(), sum_heads(dk, case), sum_heads(dv, case)]
 
 
+# Sequences of different lengths
+
+NUM_TAIL_TOKENS = 3  # behind the last sequence: nobody's
+
+
+def run_varlen_case(case: Case, device: str, tally: Tally) -> None:
+    """Every sequence against fp64, and with the bits that it has alone; zeros where there is nothing to see."""
+    inputs, ranges = make_varlen_inputs(case, device)
+    sizes = list_allocations(lambda: varlen_backward(case, inputs, case.lengths)) if device == "cuda" else []
+    fill_if_cuda(sizes, FILLS[0])
+    grads = varlen_backward(case, inputs, case.lengths)
+    fill_if_cuda(sizes, FILLS[1])
+    again = varlen_backward(case, inputs, case.lengths)
+    assert_same_packed_bits(again, grads, "the same again", tally)
+    for sequence, (queries, keys) in enumerate(ranges):
+        mine = select_sequence(inputs, queries, keys)
+        parts = grads[0][queries], grads[1][keys], grads[2][keys]
+        alone = varlen_backward(case, mine, [case.lengths[sequence]])
+        assert_same_packed_bits(alone, parts, f"sequence {sequence} alone", tally)
+        if 0 in case.lengths[sequence]:
+            assert all((part == 0).all() for part in parts), f"sequence {sequence} has no pairs, but gradients"
+            continue
+        one = Inputs(*(x[None] for x in mine))
+        check_accuracy(case, one, tuple(part[None].contiguous() for part in parts), Limits(0, 0, 0), tally)
+    tails = grads[0][ranges[-1][0].stop :], *(grad[ranges[-1][1].stop :] for grad in grads[1:])
+    assert all(len(tail) == NUM_TAIL_TOKENS and (tail == 0).all() for tail in tails), (
+        "gradients behind the last sequence"
+    )
+
+
+def make_varlen_inputs(case: Case, device: str) -> tuple[Inputs, list[tuple[slice, slice]]]:
+    """Packed inputs: (tokens, num_heads, head_dim), LSE (num_heads, tokens); and where the sequences are."""
+    generator = torch.Generator(device).manual_seed(case.seed * 1_000_003 + case.number)
+    starts_q, starts_k = ([0, *itertools.accumulate(lengths)] for lengths in zip(*case.lengths, strict=True))
+    ranges = [
+        (slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])) for i in range(len(case.lengths))
+    ]
+
+    def draw(num_tokens: int, num_heads: int) -> torch.Tensor:
+        shape = num_tokens + NUM_TAIL_TOKENS, num_heads, case.key.head_dim
+        return torch.randn(shape, generator=generator, device=device).to(case.key.dtype)
+
+    q, dout = (draw(starts_q[-1], case.num_heads) for _ in range(2))
+    k, v = (draw(starts_k[-1], case.num_heads_kv) for _ in range(2))
+    out, lse = torch.zeros_like(q), q.new_full((case.num_heads, len(q)), -math.inf, dtype=torch.float32)
+    for queries, keys in ranges:
+        if queries.start < queries.stop and keys.start < keys.stop:
+            wide = (expand_heads(x[None, keys], case) for x in (k, v))
+            options = (case.scale, case.causal, case.window_size)
+            mine, lse_of_mine = attention_forward_ref(q[None, queries], *wide, *options)
+            out[queries], lse[:, queries] = mine[0].to(out.dtype), lse_of_mine[0].float()
+    return Inputs(dout, q, k, v, out, lse), ranges
+
+
+def select_sequence(inputs: Inputs, queries: slice, keys: slice) -> Inputs:
+    dout, q, k, v, out, lse = inputs
+    return Inputs(dout[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries])
+
+
+def varlen_backward(case: Case, inputs: Inputs, lengths: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+    cu_seqlens = [
+        torch.tensor([0, *itertools.accumulate(side)], dtype=torch.int32, device=inputs.q.device)
+        for side in zip(*lengths, strict=True)
+    ]
+    longest = [max(side) for side in zip(*lengths, strict=True)]
+    options = {"window_size": case.window_size, "schedule": case.key.schedule}
+    grads: tuple[torch.Tensor, ...] = interface.attention_varlen_backward(
+        *inputs, *cu_seqlens, *longest, case.softmax_scale, case.causal, **options
+    )
+    return grads
+
+
+def assert_same_packed_bits(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str, tally: Tally):
+    tally.comparisons += 1
+    difference = find_difference(tuple(x[None] for x in found), tuple(x[None] for x in expected))
+    assert difference is None, f"{what}: {difference}"
+
+
 # Kernels
 
 
@@ -423,6 +557,13 @@ def warm(num_processes: int) -> None:
 def warm_part(keys: list[Key]) -> None:
     """Runs each key once with one KV tile and once with several, which some schedules launch in another way."""
     for key in keys:
+        if key.varlen:
+            num_heads = 2 if key.grouped else 1
+            window_size = (50, 0) if key.mask == "local" else (-1, -1)
+            lengths = ((100, 100), (300, 300))
+            case = Case(0, 0, key, 2, num_heads, 1, 300, 300, window_size, None, {}, False, lengths)
+            varlen_backward(case, make_varlen_inputs(case, "cuda")[0], lengths)
+            continue
         for seqlen in (100, 600):
             layouts = dict.fromkeys(LAYOUTS, "contiguous")
             num_heads = 2 if key.grouped else 1

@@ -11,7 +11,7 @@ from tests.fuzz import CPU_LIMITS, GPU_LIMITS, LAYOUTS, draw_case, list_keys, ma
 
 @pytest.fixture
 def cases():
-    return [draw_case(0, number, list_keys(), CPU_LIMITS) for number in range(300)]
+    return [draw_case(0, number, list_keys(), CPU_LIMITS) for number in range(500)]
 
 
 def test_thirty_cases_pass():
@@ -32,12 +32,15 @@ def test_cases_are_various(cases):
     keys = list_keys()
     assert {case.key for case in cases} == set(keys)
     for name, layouts in LAYOUTS.items():
-        assert {case.layouts[name] for case in cases} == set(layouts)
+        assert {case.layouts[name] for case in cases if not case.lengths} == set(layouts)
     assert {case.seqlen_q == case.seqlen_k for case in cases} == {True, False}
     assert any(case.seqlen_q > case.seqlen_k and case.causal for case in cases)
     assert {1, 128} <= {case.seqlen_k for case in cases}
     assert any(case.own_forward for case in cases) and any(case.batch > 1 for case in cases)
     assert all(case.num_heads % case.num_heads_kv == 0 for case in cases)
+    if fuzz.takes_varlen(window=False):
+        lengths = [pair for case in cases for pair in case.lengths]
+        assert any(0 in pair for pair in lengths) and any(q > 128 and q != k for q, k in lengths)
     if fuzz.takes_grouped_queries():
         assert any(case.num_heads > case.num_heads_kv > 1 for case in cases)
 
@@ -47,6 +50,9 @@ def test_cases_keep_to_their_limits():
         for number in range(300):
             case = draw_case(1, number, list_keys(), limits)
             assert max(case.seqlen_q, case.seqlen_k) <= limits.max_seqlen
+            if case.lengths:
+                assert sum(q * k for q, k in case.lengths) * case.num_heads <= max(limits.max_scores, 500)
+                continue
             size = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k
             assert size <= limits.max_scores or case.num_heads_kv == case.batch == 1
     assert any(draw_case(1, number, list_keys(), GPU_LIMITS).seqlen_q > 2048 for number in range(300))

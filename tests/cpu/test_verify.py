@@ -366,7 +366,7 @@ def test_a_fresh_process_that_fails_is_an_error():
     problem = replace(make_op_problem("shortest_first"), _first=[])
     _ = problem.expected
     broken = replace(problem, schedule="not_there")
-    with pytest.raises(RuntimeError, match="unknown schedule 'not_there'"):
+    with pytest.raises(verify_gpu.ProcessError, match="unknown schedule 'not_there'"):
         list(verify_gpu.fresh_processes([broken], {"process": {}}))
 
 
