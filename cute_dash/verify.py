@@ -515,7 +515,7 @@ def make_problems(
     """The problems that can be had; the others are said to be left out.
 
     Raises:
-        ValueError: none of a configuration's options is at fault but the op refuses it, naming why.
+        ValueError: an option that the op refuses whatever the schedule, naming it.
     """
     problems = []
     for configuration in configurations:
@@ -528,11 +528,23 @@ def make_problems(
     return problems
 
 
+def make_selected_problems(selection: Selection, device: str, report: Report) -> list[tuple[Configuration, Problem]]:
+    """The problems of a selection.
+
+    Raises:
+        ValueError: an option that the op refuses, or no configuration that its schedule can order.
+    """
+    problems = make_problems(selection.list_configurations(), device, report)
+    if not problems:
+        raise ValueError(f"there is nothing to verify: {'; '.join(report.left_out)}")
+    return problems
+
+
 def run_emulator(selection: Selection, minutes: float, progress: Callable[[str], None] = lambda text: None) -> Report:
     """The proof on the CPU emulator: every run interleaves the CTAs in another random way, as far as turns let them."""
     start = time.monotonic()
     report = Report({"emulator": "CPU, random interleavings of the CTAs", "torch": torch.__version__})
-    problems = make_problems(selection.list_configurations(), "cpu", report)
+    problems = make_selected_problems(selection, "cpu", report)
     for configuration, problem in make_problems(selection.list_controls(EMULATOR_EXTENTS), "cpu", report):
         progress(f"control: {configuration.describe()}")
         report.controls.append((configuration, find_any_difference(problem, plain, 100)))

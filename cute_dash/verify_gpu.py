@@ -354,7 +354,7 @@ def run(selection: verify.Selection, minutes: float, progress: Callable[[str], N
             progress(text)
 
         say("making the problems")
-        problems = verify.make_problems(selection.list_configurations(), "cuda", report)
+        problems = verify.make_selected_problems(selection, "cuda", report)
         for configuration, problem in problems:
             say(f"first run: {configuration.describe()}")
             _ = problem.expected

@@ -297,6 +297,7 @@ def test_command_without_a_gpu_says_what_it_needs(capsys):
         (["--schedule", "shfit"], "did you mean 'shift'"),
         (["--mask", "full", "--window", "1k,0"], "--mask has no local"),
         (["--heads", "4", "--kv-heads", "3"], "k has 3 heads"),
+        (["--schedule", "shift", "--mask", "causal"], "nothing to verify: shift on head dim 64, causal: it orders"),
     ],
     ids=" ".join,
 )
