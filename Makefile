@@ -1,7 +1,8 @@
-# make demo   shows what the project does on this machine: a table, with timings where there is a Hopper GPU
-# make test   runs every test that this machine can run
-# make lint   formatting, lint and types
-# make dist   builds and checks the sdist and the wheel
+# make demo       shows what the project does on this machine: a table, with timings where there is a Hopper GPU
+# make test       runs every test that this machine can run
+# make sanitize   compute-sanitizer on the kernels, where there is a Hopper GPU
+# make lint       formatting, lint and types
+# make dist       builds and checks the sdist and the wheel
 #
 # Everything runs in $(VENV), which is made once and updated when pyproject.toml changes.
 # PYTHON picks the interpreter; PIP_CONSTRAINT (pip's own variable) pins versions, e.g. a CPU build of torch.
@@ -12,13 +13,16 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip -qq --disable-pip-version-check install
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint dist clean
+.PHONY: demo test sanitize lint dist clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/cute-dash demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -rs --durations=10
+
+sanitize: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.sanitize
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -32,6 +32,7 @@ from cute_dash.registry import ScheduleFileError, ShadowedPackageError, Unsuppor
 from cute_dash.schedule import Schedule, SelectingSchedule, needs_one_cta
 
 if TYPE_CHECKING:
+    from cute_dash import verify
     from cute_dash.compile import CompileKey
     from cute_dash.doctor import Finding
 
@@ -147,6 +148,10 @@ def _parser() -> argparse.ArgumentParser:
         "--varlen", action="store_true", help="the kernels for sequences of different lengths (cu_seqlens), instead"
     )
 
+    command = _add_command(commands, "verify-bits", _verify_bits, "prove that gradients keep their bits on this GPU")
+    _add_verify_options(command)
+    _add_json(command)
+
     command = _add_command(commands, "doctor", _doctor, "say what this machine has, and what will not work and why")
     _add_json(command)
     return parser
@@ -200,6 +205,46 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     group.add_argument("--latency", type=_time, default=0.0, metavar="T", help="of passing a turn on (default: 0)")
     group.add_argument(
         "--dq-stages", type=_positive, default=1, metavar="N", help="dQ tiles that may wait per CTA (default: 1)"
+    )
+
+
+def _add_verify_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--minutes",
+        type=_time,
+        default=1.0,
+        metavar="N",
+        help="goes on for so long, after one round of everything, compiling not counted (default: %(default)g)",
+    )
+    command.add_argument(
+        "--emulator", action="store_true", help="the CPU emulator under random interleavings, instead of a GPU"
+    )
+    group = command.add_argument_group("configurations", "every combination is verified")
+    group.add_argument(
+        "--schedule",
+        nargs="+",
+        default=["auto", "auto_invariant"],
+        metavar="NAME|module:ATTR",
+        help="or all, for every one that promises bits (default: auto auto_invariant)",
+    )
+    group.add_argument(
+        "--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(SUPPORTED_HEAD_DIMS)
+    )
+    group.add_argument(
+        "--mask",
+        nargs="+",
+        choices=MASKS,
+        help="local: the sliding window of --window; default: full causal, with --window local",
+    )
+    group.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
+    group = command.add_argument_group("shape", "defaults: batch 4, 16 heads, 1k tokens; smaller on the emulator")
+    group.add_argument("--batch", type=_positive, metavar="N", help="sequences; 1 leaves other batches untested")
+    group.add_argument("--heads", type=_positive, metavar="N", help="query heads")
+    group.add_argument("--kv-heads", type=_positive, metavar="N", help="default: as heads")
+    group.add_argument("--seqlen-q", type=_tokens, metavar="TOKENS", help="e.g. 1000 or 4k")
+    group.add_argument("--seqlen-k", type=_tokens, metavar="TOKENS", help="default: as seqlen-q")
+    group.add_argument(
+        "--window", type=_window, metavar="LEFT,RIGHT", help="of mask local; default: a quarter of seqlen-k,0"
     )
 
 
@@ -605,6 +650,54 @@ def _describe_key(key: "CompileKey") -> str:
     flags = [name for name, flag in (("varlen", key.varlen), ("grouped heads", key.grouped)) if flag]
     launch = ", ".join([*flags, "cooperative" if key.cooperative else "plain"])
     return f"head dim {key.config.head_dim}, {key.config.mask}, {key.dtype}, {key.schedule!r}, {launch} launch"
+
+
+def _verify_bits(args: argparse.Namespace) -> int:
+    try:
+        from cute_dash import verify, verify_gpu
+        from cute_dash.demo import one_thread
+        from cute_dash.testing import why_no_hopper
+    except ImportError as error:
+        raise UsageError(f"nothing can be verified here: {error} (see `cute-dash doctor`)") from error
+
+    if not args.emulator and (reason := why_no_hopper()) is not None:
+        raise UsageError(
+            f"verify-bits needs a Hopper GPU: {reason}; with --emulator it verifies the CPU emulator of the kernel instead"
+        )
+    selection = _select_to_verify(args, verify.EMULATOR_EXTENTS if args.emulator else verify.GPU_EXTENTS)
+    try:
+        if args.emulator:
+            with one_thread():
+                report = verify.run_emulator(selection, args.minutes, _progress)
+        else:
+            report = verify_gpu.run(selection, args.minutes, _progress)
+    except (ScheduleError, ScheduleFileError):
+        raise  # the schedule is at fault, not the options
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    except verify_gpu.ProcessError as error:
+        return _report_broken([str(error)])
+    if sys.stderr.isatty():
+        _progress("")
+    if args.json:
+        _print_json(report.as_dict())
+    else:
+        print(report.render())
+    return OK if report.passed else FAILED
+
+
+def _select_to_verify(args: argparse.Namespace, default: "verify.Extents") -> "verify.Selection":
+    """What the options of verify-bits ask for, with the extents that `default` has where nothing is asked for."""
+    from cute_dash.verify import Extents, Selection
+
+    num_heads, seqlen_q = args.heads or default.num_heads, args.seqlen_q or default.seqlen_q
+    seqlen_k = args.seqlen_k or seqlen_q
+    masks = args.mask or (["local"] if args.window else ["full", "causal"])
+    if args.window and "local" not in masks:
+        raise UsageError(f"--window {args.window[0]},{args.window[1]} is for --mask local, and --mask has no local")
+    window_size = args.window or (seqlen_k // 4, 0)
+    extents = Extents(args.batch or default.batch, num_heads, args.kv_heads or num_heads, seqlen_q, seqlen_k)
+    return Selection(tuple(args.schedule), tuple(args.head_dim), tuple(masks), window_size, tuple(args.dtype), extents)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -128,7 +128,7 @@ def run(progress: Callable[[str], None]) -> Result:
     plan = _Plan()
     rows = []
     jobs = plan.jobs
-    with _one_thread():
+    with one_thread():
         emulated = {mask: _EmulatedProblem(mask == "causal") for mask in MASKS}
         for number, (mask, schedule) in enumerate(jobs, start=1):
             progress(f"[{number}/{len(jobs)}] {mask} mask, {schedule.name}: model and emulator")
@@ -231,7 +231,7 @@ class _Plan:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """The emulator's matmuls are too small to share: on a busy machine, threads waiting for each other cost up to 100x."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

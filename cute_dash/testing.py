@@ -183,7 +183,7 @@ def assert_bitwise_equal(a: Tensor, b: Tensor, name: str) -> None:
         AssertionError: with the number of differing elements and the first of them: coordinate and both values.
     """
     assert a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a.shape} {a.dtype} against {b.shape} {b.dtype}"
-    differs = _bits(a) != _bits(b)
+    differs = as_bits(a) != as_bits(b)
     if differs.any():
         first = tuple(differs.nonzero()[0].tolist())
         raise AssertionError(
@@ -192,7 +192,8 @@ def assert_bitwise_equal(a: Tensor, b: Tensor, name: str) -> None:
         )
 
 
-def _bits(x: Tensor) -> Tensor:
+def as_bits(x: Tensor) -> Tensor:
+    """The bits of a tensor as integers of its element size, for comparisons that tell 0.0 from -0.0 and NaNs apart."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.contiguous().view(integer)
 

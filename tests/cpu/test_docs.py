@@ -1,6 +1,7 @@
 """The documents say what is true: code blocks run, generated parts are today's, links, names and commands exist."""
 
 import configparser
+import contextlib
 import json
 import re
 import shlex
@@ -12,8 +13,9 @@ import pytest
 from bench import __main__ as bench
 from cute_dash import cli, registry
 from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
-from docs import make_architecture, make_gallery, regions, tutorial
+from docs import make_architecture, make_determinism, make_gallery, regions, tutorial
 from docs.figures import cta, memory
+from tests import fuzz
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {path.name: path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -30,7 +32,7 @@ def list_commands(text, program):
     """Command lines of a document: indented, after a prompt, in a shell block, or in backticks; without comments."""
     lines = re.findall(rf"^(?:    |\$ |)({program} .*)$", text, re.MULTILINE)
     lines += re.findall(rf"`({program} [^`\n]+)`", text)
-    commands = [shlex.split(line, comments=True) for line in lines]
+    commands = [shlex.split(line.partition(" > ")[0], comments=True) for line in lines]  # without redirections
     return [command[len(program.split()) :] for command in commands if "..." not in command]
 
 
@@ -52,6 +54,28 @@ def test_architecture_is_up_to_date():
     assert make_architecture.render(read("architecture.md")) == read("architecture.md"), (
         "run: python -m docs.make_architecture"
     )
+
+
+def test_determinism_is_up_to_date():
+    assert make_determinism.render(read("determinism.md")) == read("determinism.md"), (
+        "run: python -m docs.make_determinism"
+    )
+
+
+def test_determinism_quotes_what_is_recorded(tmp_path):
+    """From files as the two commands write them; without files, how to make them."""
+    assert make_determinism.describe_results(tmp_path) == make_determinism.NONE
+    report = tmp_path / "verify_bits.json"
+    with contextlib.redirect_stdout(report.open("w")):
+        command = ["verify-bits", "--emulator", "--minutes", "0", "--head-dim", "64", "--seqlen-q", "200", "--json"]
+        assert cli.main([*command, "--schedule", "baseline", "descending", "--mask", "full"]) == 0
+    assert fuzz.main(["--cases", "2", "--device", "cpu", "--json", str(tmp_path / "fuzz.json")]) == 0
+    text = make_determinism.describe_results(tmp_path)
+    assert "`cute-dash verify-bits`, 2 configurations" in text
+    (row,) = re.findall(r"^\| interleavings .*$", text, re.MULTILINE)
+    assert [cell.strip() for cell in row.split("|")][2:-1] == ["2", "16", "16", "16"]
+    assert "`unordered` changed its bits in 1 of 1 configurations" in text
+    assert "2 cases, 0 failed" in text
 
 
 def test_gallery_shows_every_schedule():

@@ -30,7 +30,7 @@ def test_named_schedules_exist():
 def test_command_table_lists_every_command():
     parser_commands = cli._parser()._subparsers._group_actions[0].choices
     section = README.split("## Command line")[1].split("\n## ")[0]
-    documented = re.findall(r"^\| `(?!cute-dash|CUTE_DASH)(\w+)", section, re.MULTILINE)
+    documented = re.findall(r"^\| `(?!cute-dash|CUTE_DASH)([\w-]+)", section, re.MULTILINE)
     assert sorted(documented) == sorted(parser_commands)
 
 

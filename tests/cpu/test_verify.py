@@ -1,0 +1,393 @@
+"""The harness of `cute-dash verify-bits`: it sees every difference, counts right, and its verdict follows; no GPU."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from cute_dash import cli, verify, verify_gpu
+from cute_dash.testing import why_no_hopper
+from cute_dash.verify import Configuration, Extents, Outcome, Report, Row, Sample, Selection
+
+SMALL = Extents(2, 2, 2, 300, 300)
+needs_no_hopper = pytest.mark.skipif(why_no_hopper() is None, reason="there is a Hopper GPU here")
+
+
+def make_gradients(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, 5, 3, 8, generator=generator).to(dtype) for _ in range(3))
+
+
+@dataclass
+class FakeSubject:
+    """Returns the same gradients but for one element in the runs that are named; batch composition as told."""
+
+    wrong_runs: tuple = ()
+    place: tuple = (1, 4, 2, 7)
+    gradient: int = 0
+    batch: int = 2
+    batch_invariant: bool = True
+    depends_on_batch: bool = False
+    sequences: tuple = (0, 1)
+    runs: list = field(default_factory=list)
+
+    @property
+    def expected(self):
+        return tuple(x[list(self.sequences)] for x in make_gradients())
+
+    def backward(self):
+        self.runs.append(None)
+        grads = [x.clone() for x in self.expected]
+        if len(self.runs) in self.wrong_runs:
+            grads[self.gradient][self.place] += 1
+        if self.depends_on_batch and self.sequences != (0, 1):
+            grads[1][0, 0, 0, 0] += 1
+        return tuple(grads)
+
+    def select(self, sequences):
+        return replace(self, sequences=tuple(sequences), runs=[])
+
+
+# Comparison
+
+
+def test_equal_bits_have_no_difference():
+    assert verify.find_difference(make_gradients(), make_gradients()) is None
+
+
+@pytest.mark.parametrize("gradient", range(3), ids=verify.GRADIENTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_last_bit_of_one_element_is_a_difference(gradient, dtype):
+    expected, found = make_gradients(dtype), make_gradients(dtype)
+    place = (1, 3, 2, 5)
+    found[gradient].view(torch.int32 if dtype is torch.float32 else torch.int16)[place] ^= 1
+    difference = verify.find_difference(found, expected)
+    assert difference == verify.Difference(
+        gradient=verify.GRADIENTS[gradient],
+        batch=1,
+        row=3,
+        head=2,
+        column=5,
+        expected=expected[gradient][place].item(),
+        found=found[gradient][place].item(),
+        count=1,
+        size=240,
+    )
+    assert "batch 1, head 2, row 3, column 5" in str(difference) and repr(difference.found) in str(difference)
+
+
+def test_the_first_of_several_differences_is_named():
+    found = make_gradients()
+    found[1][0, 2, 1, 6] += 1
+    found[1][1, 0, 0, 0] += 1
+    found[2][0, 0, 0, 0] += 1
+    difference = verify.find_difference(found, make_gradients())
+    assert (difference.gradient, difference.batch, difference.row) == ("dk", 0, 2)
+    assert (difference.head, difference.column, difference.count) == (1, 6, 2)
+
+
+def test_negative_zero_and_nan():
+    zeros = tuple(torch.zeros(1, 1, 1, 2) for _ in range(3))
+    negative = (zeros[0], -zeros[1], zeros[2])
+    assert verify.find_difference(negative, zeros).gradient == "dk"
+    nans = tuple(torch.full((1, 1, 1, 2), math.nan) for _ in range(3))
+    assert verify.find_difference(nans, tuple(x.clone() for x in nans)) is None
+    assert verify.find_difference(nans, zeros).gradient == "dq"
+
+
+def test_other_shapes_and_dtypes_are_refused():
+    dq, dk, dv = make_gradients()
+    with pytest.raises(ValueError, match=r"dk is \(1, 5, 3, 8\)"):
+        verify.find_difference((dq, dk[:1], dv), (dq, dk, dv))
+    with pytest.raises(ValueError, match="dv is .*float32"):
+        verify.find_difference((dq, dk, dv.float()), (dq, dk, dv))
+
+
+# Conditions
+
+
+def test_a_subject_that_changes_once_is_found():
+    outcome = verify.verify(FakeSubject(wrong_runs=(7,)), {"plain": (verify.plain, 10)}, {})["plain"]
+    assert (outcome.runs, outcome.equal, outcome.in_force) == (10, 9, 10)
+    assert outcome.where == "run 7" and outcome.first.gradient == "dq" and not outcome.all_equal
+
+
+def test_rounds_add_up():
+    outcomes = {}
+    subject = FakeSubject(wrong_runs=(15,))
+    for _ in range(2):
+        verify.verify(subject, {"plain": (verify.plain, 10)}, outcomes)
+    assert (outcomes["plain"].runs, outcomes["plain"].equal) == (20, 19)
+    assert outcomes["plain"].where == "run 15"
+
+
+def test_batches_are_compared_sequence_by_sequence():
+    samples = list(verify.other_batches(FakeSubject(), 10))
+    assert [sample.what for sample in samples] == [
+        "sequences [1, 0]",
+        "sequences [1, 0]",
+        "sequences [0]",
+        "sequences [1]",
+    ]
+    assert torch.equal(samples[0].expected[0], make_gradients()[0].flip(0))
+    outcome = Outcome()
+    assert all(outcome.add(sample) for sample in samples)
+
+
+def test_a_dependence_on_the_batch_is_found():
+    outcomes = verify.verify(FakeSubject(depends_on_batch=True), {"batches": (verify.other_batches, 4)}, {})
+    assert outcomes["batches"].equal < outcomes["batches"].runs
+    assert outcomes["batches"].first.gradient == "dk"
+
+
+@pytest.mark.parametrize("changes", [dict(batch=1), dict(batch_invariant=False)], ids=str)
+def test_batches_that_nobody_promises_are_not_run(changes):
+    assert verify.verify(FakeSubject(**changes), {"batches": (verify.other_batches, 4)}, {}) == {}
+
+
+def test_the_control_stops_at_the_first_difference():
+    outcome = verify.find_any_difference(FakeSubject(wrong_runs=(33, 34)), verify.plain, 100)
+    assert (outcome.runs, outcome.equal) == (33, 32) and outcome.first is not None
+
+
+def test_a_control_without_a_difference_says_so():
+    outcome = verify.find_any_difference(FakeSubject(), verify.plain, 50)
+    assert outcome.runs == 50 and outcome.first is None
+    assert verify.find_any_difference(FakeSubject(batch=1), verify.other_batches, 50).runs == 0
+
+
+def test_what_was_not_in_force_is_said():
+    outcome = Outcome()
+    for in_force in (True, False, True):
+        outcome.add(Sample(make_gradients(), make_gradients(), in_force))
+    assert str(outcome) == "3/3 (2 held)" and str(Outcome()) == "-"
+
+
+# The emulator is a subject, and its control differs
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (100, 0)], ids=str)
+def test_the_emulator_keeps_its_bits_and_its_control_does_not(window_size):
+    mask = "full" if window_size == (-1, -1) else "local"
+    ordered = Configuration("baseline", 64, mask, window_size, "bfloat16", SMALL)
+    outcomes = verify.verify(ordered.make_problem("cpu"), verify.EMULATOR_CONDITIONS, {})
+    assert outcomes.keys() == verify.EMULATOR_CONDITIONS.keys()
+    assert all(outcome.all_equal for outcome in outcomes.values())
+    control = Configuration("unordered", 64, mask, (260, 0), "bfloat16", verify.EMULATOR_EXTENTS)
+    assert verify.find_any_difference(control.make_problem("cpu"), verify.plain, 100).first.gradient == "dq"
+
+
+def test_a_selector_is_pinned_where_another_batch_may_change_its_choice():
+    for spec, expected in (("auto", "object"), ("auto_invariant", "auto_invariant")):
+        problem = Configuration(spec, 64, "causal", (-1, -1), "bfloat16", SMALL).make_problem("cpu")
+        alone = problem.select([1])
+        assert alone.schedule == (problem.concrete if expected == "object" else spec)
+        assert alone.batch == 1 and torch.equal(alone.q[0], problem.q[1])
+
+
+def test_fewer_kv_heads_are_taken_where_the_op_takes_them():
+    configuration = Configuration("baseline", 64, "full", (-1, -1), "bfloat16", replace(SMALL, num_heads_kv=1))
+    try:
+        problem = configuration.make_problem("cpu")
+    except ValueError as error:
+        assert "k has 1 heads" in str(error)
+        return
+    assert problem.k.shape[2] == 1 and problem.expected[1].shape == problem.k.shape
+
+
+# Selection and report
+
+
+def select(**changes):
+    options = dict(
+        schedules=("baseline",),
+        head_dims=(64,),
+        masks=("full",),
+        window_size=(64, 0),
+        dtypes=("bfloat16",),
+        extents=SMALL,
+    )
+    return Selection(**{**options, **changes})
+
+
+def test_all_means_every_schedule_that_promises_bits():
+    names = {c.schedule for c in select(schedules=("auto", "all", "auto")).list_configurations()}
+    assert {"auto", "baseline", "hybrid"} <= names and not {"unordered", "auto_invariant"} & names
+    assert len(select(schedules=("auto", "auto"), masks=("full", "causal")).list_configurations()) == 2
+
+
+def test_the_comparator_cannot_be_verified():
+    with pytest.raises(ValueError, match="'unordered' promises no bits"):
+        select(schedules=("unordered",)).list_configurations()
+
+
+def make_report(outcome=None, control=None):
+    configuration = select().list_configurations()[0]
+    good, differing = Outcome(), Outcome()
+    good.add(Sample(make_gradients(), make_gradients()))
+    differing.add(Sample(FakeSubject(wrong_runs=(1,)).backward(), make_gradients()))
+    outcomes = {"plain": outcome or good}
+    return Report({}, [Row(configuration, "baseline v1", outcomes)], [(configuration, control or differing)]), good
+
+
+def test_verdicts():
+    report, good = make_report()
+    assert report.passed and "All 1 runs of 1 configurations had the bits of their first." in report.render()
+    blind, _ = make_report(control=good)
+    assert not blind.passed and "the proof proves nothing" in blind.render()
+    differing = report.controls[0][1]
+    failed, _ = make_report(outcome=differing)
+    assert not failed.passed and "DIFFER" in failed.render()
+    assert "plain, run 1: dq differs in 1 of 240 elements, first at batch 1, head 2, row 4, column 7" in failed.render()
+    assert not Report({}).passed and "nothing to verify" in Report({}).render()
+    assert not replace(report, controls=[]).passed
+
+
+def test_rounds_go_on_until_the_time_is_over():
+    configuration = select().list_configurations()[0]
+    problem = configuration.make_problem("cpu")
+    once, longer = Report({}), Report({})
+    verify.run(once, [(configuration, problem)], {"plain": (verify.plain, 1)}, 0.0)
+    assert once.rows[0].outcomes["plain"].runs == 1
+    verify.run(longer, [(configuration, problem)], {"plain": (verify.plain, 1)}, 0.5 / 60)
+    assert longer.rows[0].outcomes["plain"].runs > 1
+
+
+# The command
+
+
+def test_command_on_the_emulator(capsys):
+    argv = ["verify-bits", "--emulator", "--minutes", "0", "--head-dim", "64", "--mask", "causal", "--seqlen-q", "200"]
+    assert cli.main([*argv, "--schedule", "shift", "longest_first", "--json"]) == cli.OK
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] and [row["ran"] for row in report["rows"]] == ["longest_first v1"]
+    assert "shift" in report["left_out"][0]
+    assert report["controls"][0]["outcome"]["first"]["gradient"] == "dq"
+    assert cli.main(argv) == cli.OK
+    assert "had the bits of their first" in capsys.readouterr().out
+
+
+def test_command_fails_where_bits_differ(capsys, monkeypatch):
+    """The ordered schedule's runs are the comparator's: the command must see it."""
+    honest = verify.EmulatedProblem.concrete.fget
+    unordered = verify.registry.load("unordered")
+    monkeypatch.setattr(verify.EmulatedProblem, "concrete", property(lambda self: honest(self) and unordered))
+    argv = ["verify-bits", "--emulator", "--minutes", "0", "--head-dim", "64", "--mask", "full"]
+    assert cli.main([*argv, "--schedule", "baseline"]) == cli.FAILED
+    output = capsys.readouterr().out
+    assert "DIFFER" in output and "FAILED: baseline, head dim 64, full, bfloat16" in output
+
+
+@needs_no_hopper
+def test_command_without_a_gpu_says_what_it_needs(capsys):
+    assert cli.main(["verify-bits"]) == cli.USAGE
+    error = capsys.readouterr().err
+    assert "needs a Hopper GPU" in error and "--emulator" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--schedule", "unordered"], "promises no bits"),
+        (["--schedule", "shfit"], "did you mean 'shift'"),
+        (["--mask", "full", "--window", "1k,0"], "--mask has no local"),
+        (["--heads", "4", "--kv-heads", "3"], "k has 3 heads"),
+        (["--schedule", "shift", "--mask", "causal"], "nothing to verify: shift on head dim 64, causal: it orders"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_options(options, message, capsys):
+    assert cli.main(["verify-bits", "--emulator", "--minutes", "0", *options]) == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_windows_have_defaults():
+    parse = cli._parser().parse_args
+    chosen = cli._select_to_verify(parse(["verify-bits", "--window", "64,0"]), SMALL)
+    assert chosen.masks == ("local",) and chosen.window_size == (64, 0) and chosen.extents == SMALL
+    chosen = cli._select_to_verify(parse(["verify-bits", "--mask", "local", "--seqlen-q", "1k"]), SMALL)
+    assert chosen.window_size == (256, 0) and chosen.extents.seqlen_k == 1024
+
+
+# What does not need a GPU of the GPU's part
+
+
+def test_watchdog_ends_what_gives_no_sign_of_life(capsys):
+    ended = []
+    with verify_gpu.Watchdog(0.2, ended.append) as watchdog:
+        watchdog.alive("the place")
+        time.sleep(0.6)
+    assert ended == [verify_gpu.STUCK] and "STUCK for 0 s at the place" in capsys.readouterr().err
+
+
+def test_watchdog_leaves_alone_what_is_alive():
+    ended = []
+    with verify_gpu.Watchdog(0.3, ended.append) as watchdog:
+        for _ in range(6):
+            time.sleep(0.1)
+            watchdog.alive()
+    assert ended == []
+
+
+def test_fresh_processes_get_the_same_bits():
+    problems = [make_op_problem("shortest_first", seed=seed) for seed in range(2)]
+    samples = list(verify_gpu.fresh_processes(problems, {"first": {}, "second": {"OMP_NUM_THREADS": "1"}}))
+    assert [(index, sample.what) for index, sample in samples] == [
+        (0, "first"),
+        (1, "first"),
+        (0, "second"),
+        (1, "second"),
+    ]
+    outcome = Outcome()
+    assert all(outcome.add(sample) for _, sample in samples)
+
+
+def test_fresh_processes_hand_back_what_differs():
+    problem = make_op_problem("shortest_first")
+    dq, dk, dv = problem.backward()
+    dv[1, 7, 0, 3] += 1
+    problem._first.append((dq, dk, dv))
+    ((_, sample),) = verify_gpu.fresh_processes([problem], {"process": {}})
+    difference = verify.find_difference(sample.found, sample.expected)
+    assert (difference.gradient, difference.batch, difference.row, difference.head, difference.column) == (
+        "dv",
+        1,
+        7,
+        0,
+        3,
+    )
+
+
+def test_a_fresh_process_that_fails_is_an_error():
+    problem = replace(make_op_problem("shortest_first"), _first=[])
+    _ = problem.expected
+    broken = replace(problem, schedule="not_there")
+    with pytest.raises(verify_gpu.ProcessError, match="unknown schedule 'not_there'"):
+        list(verify_gpu.fresh_processes([broken], {"process": {}}))
+
+
+def make_op_problem(schedule, seed=0):
+    """A problem of the op on the CPU: without random interleavings."""
+    emulated = Configuration(schedule, 64, "causal", (-1, -1), "bfloat16", SMALL).make_problem("cpu", seed)
+    return verify.Problem(
+        *emulated.tensors, emulated.softmax_scale, emulated.causal, emulated.window_size, emulated.schedule
+    )
+
+
+def test_the_digest_tells_every_bit():
+    digest = verify_gpu.get_digest(make_gradients())
+    assert digest == verify_gpu.get_digest(make_gradients())
+    changed = make_gradients()
+    changed[2].view(torch.int16)[1, 4, 2, 7] ^= 1
+    assert verify_gpu.get_digest(changed) != digest
+
+
+def test_the_module_imports_without_a_gpu_and_without_the_dsl():
+    program = "import sys; sys.modules['cutlass'] = None; import cute_dash.verify_gpu"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
