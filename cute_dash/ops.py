@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cute_dash import emulator, forward, launch, validation
 from cute_dash.check import check_value_object
@@ -233,7 +234,7 @@ def _implement(name: str, dispatch_key: str) -> Callable[[Callable[..., Any]], C
 
 def run_op(op: _Op, *arguments: Any) -> Any:
     """`op(*arguments)`, past its autograd kernel (10 us) where no gradient is asked for."""
-    if torch.compiler.is_compiling() or _asks_for_gradient(arguments):
+    if torch.compiler.is_compiling() or _asks_for_gradient(arguments) or _is_transformed():
         return op(*arguments)
     return _run_below_autograd(op, *arguments)
 
@@ -245,6 +246,17 @@ def _run_below_autograd(op: _Op, *arguments: Any) -> Any:
 
 def _asks_for_gradient(arguments: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+def _has_tangent(arguments: Iterable[Any]) -> bool:
+    return forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and torch._unpack_dual(x, forward_ad._current_level)[1] is not None for x in arguments
+    )
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func is at work, whose wrappers hide that a gradient is asked for."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 @_define
@@ -507,6 +519,10 @@ class CuteDashAttention(torch.autograd.Function):
             grads = run_op(attention_backward, dout, q, k, v, out, lse, *ctx.options)
         return *grads, *(None for _ in ctx.options)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise RuntimeError("cute_dash::attention_forward has no forward derivative: forward-mode AD is not supported")
+
 
 class CuteDashVarlenAttention(torch.autograd.Function):
     """`CuteDashAttention` of sequences of different lengths."""
@@ -559,13 +575,21 @@ class CuteDashVarlenAttentionGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(_NO_DERIVATIVE)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise RuntimeError("cute_dash::attention_backward has no forward derivative: forward-mode AD is not supported")
+
 
 def _implement_autograd(op: _Op, function: type[torch.autograd.Function]) -> None:
     """Registers `function` as what an op does where a gradient is asked for."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(*arguments: Any) -> Any:
-        if _asks_for_gradient(arguments):
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{op._schema.name} has no derivative for torch.func; allowed: torch.autograd, torch.func.vmap"
+            )
+        if _asks_for_gradient(arguments) or _has_tangent(arguments):
             return function.apply(*arguments)  # type: ignore[no-untyped-call]
         return _run_below_autograd(op, *arguments)
 

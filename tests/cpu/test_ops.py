@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_dash
@@ -177,6 +178,42 @@ def test_the_backward_function_has_no_derivative():
     dq, _, _ = cute_dash.attention_backward(x.dout, q, k, v, out, lse)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         dq.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_keeps_the_gradients():
+    x = inputs(8, 8)
+    q, k, v = leaves(x)
+    one_head = [t.unflatten(2, (2, 1)) for t in (q, k, v)]
+    out = torch.func.vmap(cute_dash.flash_attn_func, in_dims=2, out_dims=2)(*one_head)
+    grads = torch.autograd.grad(out.flatten(2, 3), (q, k, v), x.dout)
+    expected = torch.autograd.grad(cute_dash.flash_attn_func(q, k, v), (q, k, v), x.dout)
+    for name, grad, wanted in zip(NAMES, grads, expected, strict=True):
+        assert_bitwise_equal(grad, wanted, name)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp"])
+def test_transforms_that_need_a_derivative_are_refused(transform):
+    x = inputs(8, 8)
+    call = {
+        "grad": lambda f: torch.func.grad(lambda q: f(q).sum())(x.q),
+        "vjp": lambda f: torch.func.vjp(f, x.q),
+        "jvp": lambda f: torch.func.jvp(f, (x.q,), (x.q,)),
+    }[transform]
+    with pytest.raises(RuntimeError, match=r"cute_dash::attention_forward has no derivative for torch.func"):
+        call(lambda q: cute_dash.flash_attn_func(q, x.k, x.v))
+
+
+def test_forward_mode_is_refused_where_there_is_a_tangent():
+    x = inputs(8, 8)
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, return_lse=True)
+    with forward_ad.dual_level():
+        assert_bitwise_equal(cute_dash.flash_attn_func(x.q, x.k, x.v), out, "out")
+        k = forward_ad.make_dual(x.k, x.k)
+        with pytest.raises(RuntimeError, match="attention_forward has no forward derivative"):
+            cute_dash.flash_attn_func(x.q, k, x.v)
+        with pytest.raises(RuntimeError, match="attention_backward has no forward derivative"):
+            cute_dash.attention_backward(x.dout, x.q, k, x.v, out, lse)
 
 
 def test_no_gradient_is_recorded_where_none_is_asked_for():
