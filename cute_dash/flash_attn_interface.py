@@ -11,11 +11,12 @@ num_heads, seqlen_q), of the varlen functions (num_heads, total_q), fp32, natura
 fills for dropout only, is empty.
 """
 
+import numbers
 from typing import cast
 
 from torch import Tensor
 
-from cute_dash import interface
+from cute_dash import interface, validation
 from cute_dash.interface import _WindowSize
 from cute_dash.schedule import Schedule
 
@@ -243,13 +244,14 @@ def flash_attn_varlen_qkvpacked_func(
 
 def _check_options(dropout_p: float, alibi_slopes: Tensor | None, deterministic: bool, return_attn_probs: bool) -> None:
     """The options of flash-attn that `cute_dash.flash_attn_func` does not have."""
+    if not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"{dropout_p=} is a {type(dropout_p).__name__}; allowed: 0.0")
     if dropout_p != 0:
         raise ValueError(f"{dropout_p=}: dropout is not supported; allowed: 0.0")
     if alibi_slopes is not None:
         raise ValueError(f"alibi_slopes is a {type(alibi_slopes).__name__}: ALiBi is not supported; allowed: None")
-    for name, flag in (("deterministic", deterministic), ("return_attn_probs", return_attn_probs)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}={flag!r} is a {type(flag).__name__}; allowed: True or False")
+    validation.check_flag("deterministic", deterministic)
+    validation.check_flag("return_attn_probs", return_attn_probs)
 
 
 def _unpack(name: str, packed: Tensor, count: int, tokens: tuple[str, ...] = ("batch", "seqlen")) -> tuple[Tensor, ...]:

@@ -51,6 +51,7 @@ def flash_attn_func(
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
     window, spec = _check_options({"q": q, "k": k, "v": v}, softmax_scale, causal, window_size, softcap, schedule)
+    validation.check_flag("return_lse", return_lse)
     out, lse = ops.run_op(ops.attention_forward, q, k, v, softmax_scale, causal, *window, spec)
     return (out, lse) if return_lse else out
 
@@ -132,6 +133,7 @@ def flash_attn_varlen_func(
     """
     tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
+    validation.check_flag("return_lse", return_lse)
     lengths = (_to_int("max_seqlen_q", max_seqlen_q), _to_int("max_seqlen_k", max_seqlen_k))
     arguments = cu_seqlens_q, cu_seqlens_k, *lengths, softmax_scale, causal, *window, spec
     out, lse = ops.run_op(ops.attention_varlen_forward, q, k, v, *arguments)
@@ -209,7 +211,10 @@ def _check_options(
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; allowed: a torch.Tensor")
-    validation.check_causal(causal)
+        if x.layout is not torch.strided or x.is_nested:
+            layout = f"nested, {x.layout}" if x.is_nested else x.layout
+            raise TypeError(f"{name} has layout {layout}; allowed: a dense tensor")
+    validation.check_flag("causal", causal)
     window = validation.check_window_size(window_size)
     validation.check_softcap(softcap)
     validation.check_scale(softmax_scale)

@@ -519,10 +519,6 @@ class CuteDashAttention(torch.autograd.Function):
             grads = run_op(attention_backward, dout, q, k, v, out, lse, *ctx.options)
         return *grads, *(None for _ in ctx.options)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> None:
-        raise RuntimeError("cute_dash::attention_forward has no forward derivative: forward-mode AD is not supported")
-
 
 class CuteDashVarlenAttention(torch.autograd.Function):
     """`CuteDashAttention` of sequences of different lengths."""
@@ -575,21 +571,18 @@ class CuteDashVarlenAttentionGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(_NO_DERIVATIVE)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> None:
-        raise RuntimeError("cute_dash::attention_backward has no forward derivative: forward-mode AD is not supported")
-
 
 def _implement_autograd(op: _Op, function: type[torch.autograd.Function]) -> None:
     """Registers `function` as what an op does where a gradient is asked for."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(*arguments: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() or _has_tangent(arguments):
             raise RuntimeError(
-                f"{op._schema.name} has no derivative for torch.func; allowed: torch.autograd, torch.func.vmap"
+                f"{op._schema.name} has no derivative for torch.func or forward-mode AD; "
+                "allowed: torch.autograd's backward, torch.func.vmap"
             )
-        if _asks_for_gradient(arguments) or _has_tangent(arguments):
+        if _asks_for_gradient(arguments):
             return function.apply(*arguments)  # type: ignore[no-untyped-call]
         return _run_below_autograd(op, *arguments)
 

@@ -30,24 +30,30 @@ _TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
 MAX_TILES = 2**31 - 2**16  # the kernel numbers tiles in 32 bits and counts a little beyond the last one
 _MAX_SIDE = 2**31 - 1  # of a window: beyond every sequence, so no limit; larger numbers would not fit an op's schema
 MAX_VARLEN_TOKENS = 2**30 - 2**16  # the kernel tells the end of a sequence by coordinates around 2**30
+_MAX_SCALE = torch.finfo(torch.float32).max
 _HOPPER = (9, 0)
 
 
 def check_scale(softmax_scale: float | None) -> None:
-    """None for the default, or a finite number above 0: forward kernels take the row maximum before they scale."""
+    """None for the default, or a number above 0, finite in fp32: forward kernels take the row maximum before they scale.
+
+    Comparisons alone, so that torch.compile traces a scale that changes.
+    """
     if softmax_scale is None:
         return
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
         raise TypeError(
             f"{softmax_scale=} is a {type(softmax_scale).__name__}; allowed: a finite number above 0, or None"
         )
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
-        raise ValueError(f"{softmax_scale=}; allowed: a finite number above 0, or None for 1 / sqrt(head_dim)")
+    if not 0 < softmax_scale <= _MAX_SCALE:
+        raise ValueError(
+            f"{softmax_scale=}; allowed: a finite number above 0 (in fp32), or None for 1 / sqrt(head_dim)"
+        )
 
 
-def check_causal(causal: bool) -> None:
-    if not isinstance(causal, bool):
-        raise TypeError(f"{causal=} is a {type(causal).__name__}; allowed: True or False")
+def check_flag(name: str, flag: bool) -> None:
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name}={flag!r} is a {type(flag).__name__}; allowed: True or False")
 
 
 def check_window_size(window_size: tuple[int | None, int | None] | None) -> tuple[int, int]:

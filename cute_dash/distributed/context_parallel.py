@@ -56,7 +56,7 @@ def context_parallel_attention(
     """
     place = get_place(mesh)
     _check(q, k, v, mesh, method, layout)
-    validation.check_causal(causal)
+    validation.check_flag("causal", causal)
     validation.check_scale(softmax_scale)
     validation.check_window_size(window_size)
     validation.check_softcap(softcap)

@@ -117,6 +117,7 @@ def test_positional_arguments_and_either_deterministic(name):
 @pytest.mark.parametrize(
     ("option", "error", "message"),
     [
+        ({"dropout_p": torch.zeros(2)}, TypeError, r"dropout_p=.* is a Tensor; allowed: 0.0"),
         ({"dropout_p": 0.1}, ValueError, "dropout_p=0.1: dropout is not supported"),
         ({"alibi_slopes": torch.ones(2)}, ValueError, "alibi_slopes is a Tensor: ALiBi is not supported"),
         ({"deterministic": 1}, TypeError, "deterministic=1 is a int"),

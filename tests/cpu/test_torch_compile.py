@@ -86,6 +86,14 @@ def test_lengths_that_change_on_every_call_compile_twice():
     assert counter.frame_count == 2
 
 
+def test_a_scale_that_changes_is_traced():
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    x = inputs(40)
+    for softmax_scale in (0.1, 0.2, 0.3):
+        options = dict(softmax_scale=softmax_scale)
+        assert_same_bits(run(partial(compiled, **options), *x), run(partial(block, **options), *x))
+
+
 def test_a_step_with_graph_breaks_around_the_op_keeps_the_bits():
     """The op and its backward then run outside of graphs, while the compiler watches the frames that Python enters."""
 

@@ -28,8 +28,16 @@ def zeros(*shape, dtype=torch.bfloat16, device="cpu"):
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-BAD_QKV = {
+BAD_KIND = {  # never reaches an op
     "q no tensor": (dict(q=[1.0]), TypeError, "q is a list; allowed: a torch.Tensor"),
+    "q sparse": (dict(q=zeros(2, 5, 3, 64).to_sparse()), TypeError, "q has layout torch.sparse_coo; allowed: a dense"),
+    "k nested": (
+        dict(k=torch.nested.nested_tensor([zeros(7, 3, 64), zeros(6, 3, 64)], layout=torch.jagged)),
+        TypeError,
+        "k has layout nested, torch.jagged; allowed: a dense tensor",
+    ),
+}
+BAD_QKV = {
     "q 3-D": (dict(q=zeros(5, 3, 64)), ValueError, r"q has shape \(5, 3, 64\); allowed: 4-D \(batch, seqlen"),
     "v 5-D": (dict(v=zeros(1, 2, 7, 3, 64)), ValueError, r"v has shape \(1, 2, 7, 3, 64\); allowed: 4-D"),
     "q 0-D": (dict(q=torch.zeros(())), ValueError, r"q has shape \(\); allowed: 4-D"),
@@ -81,6 +89,8 @@ BAD_BACKWARD = {
 BAD_OPTIONS = {
     "scale nan": (dict(softmax_scale=math.nan), ValueError, "softmax_scale=nan; allowed: a finite number above 0"),
     "scale inf": (dict(softmax_scale=math.inf), ValueError, "softmax_scale=inf"),
+    "scale beyond fp32": (dict(softmax_scale=1e39), ValueError, r"softmax_scale=1e\+39; allowed: .* \(in fp32\)"),
+    "scale beyond float": (dict(softmax_scale=10**400), ValueError, "softmax_scale=1000"),
     "scale 0": (dict(softmax_scale=0), ValueError, "softmax_scale=0"),
     "scale negative": (dict(softmax_scale=-0.1), ValueError, "softmax_scale=-0.1"),
     "scale text": (dict(softmax_scale="1"), TypeError, "softmax_scale='1' is a str"),
@@ -134,7 +144,7 @@ def no_work(monkeypatch):
     monkeypatch.setattr(emulator, "backward", reached)
 
 
-@parametrize(BAD_QKV | BAD_OPTIONS)
+@parametrize(BAD_KIND | BAD_QKV | BAD_OPTIONS)
 def test_forward_refuses(changes, error, message, no_work):
     arguments = tensors(**changes)
     for name in ("dout", "out", "lse"):
@@ -143,13 +153,20 @@ def test_forward_refuses(changes, error, message, no_work):
         cute_dash.flash_attn_func(**arguments)
 
 
-@parametrize(BAD_QKV | BAD_BACKWARD | BAD_OPTIONS)
+@pytest.mark.parametrize("return_lse", ["no", 1, None])
+def test_return_lse_is_a_bool(return_lse):
+    x = tensors()
+    with pytest.raises(TypeError, match=r"return_lse=.*; allowed: True or False"):
+        cute_dash.flash_attn_func(x["q"], x["k"], x["v"], return_lse=return_lse)
+
+
+@parametrize(BAD_KIND | BAD_QKV | BAD_BACKWARD | BAD_OPTIONS)
 def test_backward_refuses(changes, error, message, no_work):
     with pytest.raises(error, match=message):
         cute_dash.attention_backward(**tensors(**changes))
 
 
-@parametrize({name: case for name, case in (BAD_QKV | BAD_BACKWARD).items() if name != "q no tensor"})
+@parametrize(BAD_QKV | BAD_BACKWARD)
 def test_raw_backward_op_refuses(changes, error, message, no_work):
     with pytest.raises(error, match=message):
         torch.ops.cute_dash.attention_backward(
