@@ -1,8 +1,9 @@
 """The fastest deterministic schedule for a shape, from a table: never from a timing at run time, nor from the device.
 
 A timing would change the bits from one machine to the next. A schedule that needs more than one resident CTA must gain
-over 2%, and need few of them: on an H200, at head dim 64 (Q tiles of 128 tokens), `shift` gains up to 9% and
-`symmetric_shift` up to 7% over the best of the others at 4 to 32 KV tiles, where they need at most 16. `hybrid` depends on
+over 2%, and need few of them: on an H200, at head dim 64 (Q tiles of 128 tokens), `shift` gains 4 to 10% over the best of the
+others at 4 to 16 KV tiles, and `symmetric_shift` 4 to 7% at 16 and 32, where they need at most 16. (At 4 and 8 causal KV tiles
+it is 1 to 2% behind, on the same row.) `hybrid` depends on
 batch and heads: for gradients that must not change with the batch around a sequence take `auto_invariant`.
 
 Of a sliding window (mask "local") all KV tiles are about equally long, so there is no tail to fill: `shortest_first`, in
