@@ -23,6 +23,7 @@ from cute_dash import emulator, forward, launch, validation
 from cute_dash.check import check_value_object
 from cute_dash.device import on_device
 from cute_dash.problem import ProblemShape
+from cute_dash.registry import missing_members
 from cute_dash.schedule import Schedule
 
 _Op: TypeAlias = "torch._ops.OpOverload[..., Any]"
@@ -69,14 +70,23 @@ def spec_of(schedule: "str | Schedule") -> str:
     """
     if isinstance(schedule, str):
         return schedule
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"{schedule=} is a {type(schedule).__name__}; allowed: a name, 'module:ATTR' or a Schedule")
+    if isinstance(schedule, type) or not isinstance(schedule, Schedule):
+        raise TypeError(f"{_describe(schedule)}; allowed: a name, 'module:ATTR' or a Schedule")
     cls = type(schedule)
     handle = f"{cls.__module__}.{cls.__qualname__}@{sorted(vars(schedule).items())}"
     if _schedules.get(handle) is not schedule:
         check_value_object(schedule)  # before its hash is asked for
     _schedules[handle] = schedule  # the newest, where a class was defined anew under the same name, as in a notebook
     return handle
+
+
+def _describe(schedule: object) -> str:
+    """What is wrong with an object that is no schedule."""
+    if isinstance(schedule, type):
+        return f"schedule is the class {schedule.__name__}, not an instance of it"
+    missing = missing_members(schedule)
+    lacks = f", which lacks {', '.join(missing)}" if "get_lock_value" not in missing else ""
+    return f"{schedule=} is a {type(schedule).__name__}{lacks}"
 
 
 class _Checked(NamedTuple):

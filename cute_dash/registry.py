@@ -222,7 +222,7 @@ def _describe_import_failure(error: BaseException) -> str:
 
 
 def _validated_object(schedule: object) -> Schedule:
-    missing = _missing(schedule)
+    missing = missing_members(schedule)
     if len(missing) == len(_MEMBERS):
         raise TypeError(f"schedule={schedule!r} must be a name, 'module:ATTR' or a Schedule")
     return _validated(schedule, f"schedule={schedule!r}")
@@ -232,12 +232,13 @@ def _validated(schedule: object, what: str) -> Schedule:
     if isinstance(schedule, type):
         raise ValueError(f"{what} is the class {schedule.__name__}; it must be an instance of it")
     if not isinstance(schedule, Schedule):
-        raise ValueError(f"{what} is no Schedule: it lacks {', '.join(_missing(schedule))}")
+        raise ValueError(f"{what} is no Schedule: it lacks {', '.join(missing_members(schedule))}")
     check_value_object(schedule)
     return schedule
 
 
-def _missing(schedule: object) -> list[str]:
+def missing_members(schedule: object) -> list[str]:
+    """What an object lacks to be a Schedule."""
     return [member for member in _MEMBERS if not hasattr(schedule, member)]
 
 

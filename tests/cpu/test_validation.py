@@ -116,6 +116,12 @@ BAD_OPTIONS = {
         TypeError,
         "schedule=3 is a int; allowed: a name, 'module:ATTR' or a Schedule",
     ),
+    "schedule class": (dict(schedule=Shift), TypeError, "schedule is the class Shift, not an instance of it; allowed"),
+    "schedule without a name": (
+        dict(schedule=DenseSchedule()),
+        TypeError,
+        r"schedule=DenseSchedule\(.*\) is a DenseSchedule, which lacks name; allowed: a name, 'module:ATTR'",
+    ),
     "schedule shape": (
         dict(schedule="shift", causal=True),
         ValueError,
