@@ -2,9 +2,8 @@
 
 A timing would change the bits from one machine to the next. A schedule that needs more than one resident CTA must gain
 over 2%, and need few of them: on an H200, at head dim 64 (Q tiles of 128 tokens), `shift` gains 4 to 10% over the best of the
-others at 4 to 16 KV tiles, and `symmetric_shift` 4 to 7% at 16 and 32, where they need at most 16. (At 4 and 8 causal KV tiles
-it is 1 to 2% behind, on the same row.) `hybrid` depends on
-batch and heads: for gradients that must not change with the batch around a sequence take `auto_invariant`.
+others at 4 to 16 KV tiles, and `symmetric_shift` 4 to 7% at 16 and 32, where they need at most 16. `hybrid` depends on batch and
+heads: for gradients that must not change with the batch around a sequence take `auto_invariant`.
 
 Of a sliding window (mask "local") all KV tiles are about equally long, so there is no tail to fill: `shortest_first`, in
 which nobody waits. Measured at 8k tokens with windows of 1,024: 3% ahead of `longest_first`.
@@ -12,6 +11,7 @@ which nobody waits. Measured at 8k tokens with windows of 1,024: 3% ahead of `lo
 The table (first row that fits; KV tiles of one stream):
 
     mask    Q tile  KV tiles  schedule
+    causal  128     <= 8      ShortestFirst(heads_per_group=0)
     causal  128     <= 32     SymmetricShift(heads_per_group=0, window=64)
     causal  64      <= 64     Hybrid(heads_per_group=0, tail_tiles=256)
     causal  64      any       LongestFirst(heads_per_group=16)
@@ -41,6 +41,7 @@ class Auto(SelectingSchedule):
     version: ClassVar[int] = 7
     batch_invariant: ClassVar[bool] = False
     table: ClassVar[tuple[SelectorRow, ...]] = (
+        SelectorRow("causal", 8, ShortestFirst(), tile_m=128),
         SelectorRow("causal", 32, SymmetricShift(), tile_m=128),
         SelectorRow("causal", 64, Hybrid(), tile_m=64),
         SelectorRow("causal", None, LongestFirst(heads_per_group=16), tile_m=64),

@@ -7,7 +7,7 @@ Sliding windows (mask "local") run as there.
 The table (first row that fits; KV tiles of one stream):
 
     mask    Q tile  KV tiles  schedule
-    causal  64      <= 8      ShortestFirst(heads_per_group=0)
+    causal  any     <= 8      ShortestFirst(heads_per_group=0)
     causal  64      <= 16     SymmetricShift(heads_per_group=0, window=64)
     causal  128     <= 64     SymmetricShift(heads_per_group=0, window=64)
     causal  any     any       LongestFirst(heads_per_group=16)
@@ -35,7 +35,7 @@ class AutoInvariant(SelectingSchedule):
     version: ClassVar[int] = 7
     batch_invariant: ClassVar[bool] = True
     table: ClassVar[tuple[SelectorRow, ...]] = (
-        SelectorRow("causal", 8, ShortestFirst(), tile_m=64),
+        SelectorRow("causal", 8, ShortestFirst()),
         SelectorRow("causal", 16, SymmetricShift(), tile_m=64),
         SelectorRow("causal", 64, SymmetricShift(), tile_m=128),
         SelectorRow("causal", None, LongestFirst(heads_per_group=16)),

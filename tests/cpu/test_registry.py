@@ -202,7 +202,7 @@ def test_an_object_that_breaks_equality_is_refused():
 
 def test_resolve_selects_a_concrete_schedule():
     assert registry.resolve("auto", CAUSAL).name == "hybrid"
-    assert registry.resolve("auto", replace(CAUSAL, tile_m=128)).name == "symmetric_shift"
+    assert registry.resolve("auto", replace(CAUSAL, tile_m=128)).name == "shortest_first"
     long = replace(CAUSAL, seqlen_q=16384, seqlen_k=16384)
     assert registry.resolve("auto", long).name == "longest_first"
     assert registry.resolve("auto", replace(long, tile_m=128)).name == "hybrid"
