@@ -19,6 +19,7 @@ from bench.implementations import OURS, SHIPPED_CONFIG, ConfigChange, find_candi
 from bench.results import FAILED, REGIMES, Results, check_same_environment, merge
 from bench.timing import BurstPlan
 from cute_dash import registry
+from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS
 
 if TYPE_CHECKING:
     from bench.runner import Run
@@ -234,7 +235,12 @@ def _parser(prog: str = "python -m bench") -> argparse.ArgumentParser:
 
 def _add_what(group: Any) -> None:
     default = ",".join(map(cells.format_seqlen, cells.SEQLENS))
-    group.add_argument("--head-dim", type=_list_of(_head_dim), default=list(cells.HEAD_DIMS), help="default: 64,128")
+    group.add_argument(
+        "--head-dim",
+        type=_list_of(_head_dim),
+        default=list(cells.HEAD_DIMS),
+        help=f"{ALLOWED_HEAD_DIMS}; default: 64,128",
+    )
     group.add_argument(
         "--mask",
         type=_list_of(_mask),
@@ -318,8 +324,8 @@ def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def _head_dim(text: str) -> int:
-    if text not in map(str, cells.HEAD_DIMS):
-        raise ValueError(f"head_dim={text!r} is not supported; allowed: {', '.join(map(str, cells.HEAD_DIMS))}")
+    if text not in map(str, SUPPORTED_HEAD_DIMS):
+        raise ValueError(f"head_dim={text!r} is not supported; allowed: {ALLOWED_HEAD_DIMS}")
     return int(text)
 
 

@@ -6,10 +6,10 @@ Host only; no torch. Lengths in tokens, sizes in bytes, times in ms.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cute_dash.config import BwdConfig, get_config
+from cute_dash.config import TUNED_HEAD_DIMS, BwdConfig, get_config
 from cute_dash.problem import ProblemShape, normalize_mask
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = TUNED_HEAD_DIMS  # of the standard cells
 MASKS = ("causal", "full")  # of the standard cells; beside them "local:LEFT:RIGHT", a sliding window in tokens
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 DTYPES = ("bf16", "fp16")

@@ -26,7 +26,7 @@ from tabulate import tabulate
 
 import cute_dash
 from cute_dash.check import ScheduleError, describe_failure, find_violation
-from cute_dash.config import SUPPORTED_HEAD_DIMS, BwdConfig, get_config
+from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, TUNED_HEAD_DIMS, BwdConfig, get_config
 from cute_dash.problem import MASKS, ProblemShape, Window, normalize_mask
 from cute_dash.registry import ScheduleFileError, ShadowedPackageError, UnsupportedShapeError
 from cute_dash.schedule import Schedule, SelectingSchedule, needs_one_cta
@@ -137,7 +137,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
     command.add_argument(
-        "--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(SUPPORTED_HEAD_DIMS)
+        "--head-dim",
+        nargs="+",
+        type=_head_dim,
+        metavar="N",
+        default=list(TUNED_HEAD_DIMS),
+        help=f"{ALLOWED_HEAD_DIMS} (default: {' '.join(map(str, TUNED_HEAD_DIMS))})",
     )
     command.add_argument(
         "--grouped",
@@ -190,7 +195,9 @@ def _add_shape(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-heads", type=_positive, metavar="N", help="KV heads, a divisor of heads (default: as heads)"
     )
-    group.add_argument("--head-dim", type=int, choices=SUPPORTED_HEAD_DIMS, default=128, help="default: %(default)s")
+    group.add_argument(
+        "--head-dim", type=_head_dim, metavar="N", default=128, help=f"{ALLOWED_HEAD_DIMS} (default: %(default)s)"
+    )
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -250,6 +257,12 @@ def _add_verify_options(command: argparse.ArgumentParser) -> None:
 
 def _positive(text: str) -> int:
     return _at_least_one(text, "count", "an integer of at least 1")
+
+
+def _head_dim(text: str) -> int:
+    if text not in map(str, SUPPORTED_HEAD_DIMS):
+        raise argparse.ArgumentTypeError(f"invalid head dim {text!r}; allowed: {ALLOWED_HEAD_DIMS}")
+    return int(text)
 
 
 def _tokens(text: str) -> int:

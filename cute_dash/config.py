@@ -10,7 +10,9 @@ from functools import lru_cache
 
 from cute_dash.problem import ProblemShape, Window
 
-SUPPORTED_HEAD_DIMS = (64, 128)
+SUPPORTED_HEAD_DIMS = range(32, 129, 8)  # TMA wants strides in multiples of 16 bytes
+ALLOWED_HEAD_DIMS = "multiples of 8 from 32 to 128"  # the same, in messages
+TUNED_HEAD_DIMS = (64, 128)  # of the tiles; the others are padded to the next one of these, in shared memory only
 STATS_COLUMNS = 8  # bf16 values per query of the statistics operand: 16 bytes, one row of a wgmma core matrix
 CONVERT_PIECE = 1024  # fp32 elements of dQ that are converted at a time: 16 columns of a warpgroup's accumulator
 CONVERT_STAGES = 4  # pieces on their way from global memory
@@ -24,7 +26,7 @@ class BwdConfig:
     """One compiled shape of the backward kernel.
 
     Attributes:
-        head_dim: elements per head of Q, K, V and dO.
+        head_dim: elements per head of Q, K, V and dO in global memory; see `head_dim_padded` for the tiles.
         causal: whether the causal mask is compiled in.
         tile_m, tile_n: tokens per Q tile and per KV tile; tile_n / 64 consumer warpgroups, 64 keys each.
         num_stages: Q/LSE and dO/dPsum stages in shared memory.
@@ -51,7 +53,7 @@ class BwdConfig:
         if self.causal and self.local:
             raise ValueError("causal=True and local=True exclude each other: a causal window is one with right = 0")
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
-            raise ValueError(f"head_dim={self.head_dim} is not supported; allowed: {SUPPORTED_HEAD_DIMS}")
+            raise ValueError(f"head_dim={self.head_dim} is not supported; allowed: {ALLOWED_HEAD_DIMS}")
         if self.tile_m % 16 or self.tile_m <= 0:
             raise ValueError(f"tile_m={self.tile_m} must be a positive multiple of 16")
         if self.tile_n != 128:
@@ -104,6 +106,14 @@ class BwdConfig:
         return "local" if self.local else "causal" if self.causal else "full"
 
     @property
+    def head_dim_padded(self) -> int:
+        """Columns of the Q, K, V, dO and dQ tiles, one of `TUNED_HEAD_DIMS`.
+
+        The TMA fills those beyond head_dim with zeros when it loads, and leaves them out when it stores.
+        """
+        return min(tuned for tuned in TUNED_HEAD_DIMS if tuned >= self.head_dim)
+
+    @property
     def num_mma_warpgroups(self) -> int:
         return self.tile_n // 64
 
@@ -115,7 +125,7 @@ class BwdConfig:
     @property
     def dQ_mma_shape(self) -> tuple[int, int]:
         """(M, N) of the GEMM that computes dQ or its transpose."""
-        return (self.head_dim, self.tile_m) if self.swap_dQ else (self.tile_m, self.head_dim)
+        return (self.head_dim_padded, self.tile_m) if self.swap_dQ else (self.tile_m, self.head_dim_padded)
 
     @property
     def stats_size(self) -> int:
@@ -131,11 +141,12 @@ class BwdConfig:
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes: Q, dO and dS stages, K, V, the fp32 dQ staging tile and the row statistics."""
         element, fp32 = 2, 4
-        q_do = 2 * self.num_stages * self.tile_m * self.head_dim * element
-        kv = 2 * self.tile_n * self.head_dim * element
+        q_elements, kv_elements = self.tile_m * self.head_dim_padded, self.tile_n * self.head_dim_padded
+        q_do = 2 * self.num_stages * q_elements * element
+        kv = 2 * kv_elements * element
         ds = NUM_DS_STAGES * self.tile_m * self.tile_n * element
-        dq = self.tile_m * self.head_dim * fp32
-        convert = self.tile_m * self.head_dim * element + CONVERT_STAGES * CONVERT_PIECE * fp32 if self.fuse_dQ else 0
+        dq = q_elements * fp32
+        convert = q_elements * element + CONVERT_STAGES * CONVERT_PIECE * fp32 if self.fuse_dQ else 0
         barriers = 384 if self.fuse_dQ else 256
         head = barriers + self.ones_size * element + self.num_stages * self.stats_size * fp32
         return q_do + kv + ds + dq + convert + (head + 1023) // 1024 * 1024
@@ -146,9 +157,9 @@ def get_config(head_dim: int, causal: bool, local: bool = False) -> BwdConfig:
     """The configuration compiled for a head dim and mask.
 
     Raises:
-        ValueError: unsupported head dim, naming the supported ones; causal and local at once.
+        ValueError: unsupported head dim, naming what is allowed; causal and local at once.
     """
-    if head_dim == 64:
+    if head_dim <= 64:
         # converting dQ takes more registers than a producer warp otherwise needs; the GEMMs leave them
         return BwdConfig(
             head_dim, causal, 128, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True, local=local

@@ -31,8 +31,8 @@ def flash_attn_func(
     """Attention whose gradients have the same bits on every run.
 
     Args:
-        q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16 (on the CPU also fp32); head_dim 64 or 128. Any strides
-            with a contiguous last dim are taken as they are if 16-byte aligned, others are copied.
+        q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16 (on the CPU also fp32); head_dim a multiple of 8 from
+            32 to 128. Any strides with a contiguous last dim are taken as they are if 16-byte aligned, others are copied.
         k, v: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_kv divides num_heads: each KV head
             serves num_heads / num_heads_kv query heads in a row (GQA; MQA with one KV head).
         softmax_scale: factor on Q K^T, above 0; default 1 / sqrt(head_dim).

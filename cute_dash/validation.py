@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_dash.check import check
-from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
+from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
 from cute_dash.problem import ProblemShape, Window, normalize_mask
 from cute_dash.registry import load, resolve
@@ -102,8 +102,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_same("k", k, "q", q)
     _check_same("v", v, "q", q)
     batch, _, num_heads, head_dim = q.shape
-    if head_dim not in SUPPORTED_HEAD_DIMS:
-        raise ValueError(f"q has head_dim {head_dim}; allowed: {SUPPORTED_HEAD_DIMS}")
+    _check_head_dim(head_dim)
     check_num_heads(num_heads, k.shape[2])
     _check_shape("k", k, (batch, k.shape[1], k.shape[2], head_dim))
     _check_shape("v", v, tuple(k.shape))
@@ -122,8 +121,7 @@ def check_varlen_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_same("k", k, "q", q)
     _check_same("v", v, "q", q)
     _, num_heads, head_dim = q.shape
-    if head_dim not in SUPPORTED_HEAD_DIMS:
-        raise ValueError(f"q has head_dim {head_dim}; allowed: {SUPPORTED_HEAD_DIMS}")
+    _check_head_dim(head_dim)
     check_num_heads(num_heads, k.shape[1])
     _check_shape("k", k, (k.shape[0], k.shape[1], head_dim))
     _check_shape("v", v, tuple(k.shape))
@@ -369,6 +367,11 @@ def _check_dtype(q: Tensor) -> None:
     if q.dtype not in allowed:
         names = ", ".join(str(dtype) for dtype in allowed)
         raise TypeError(f"q has dtype {q.dtype}; allowed on {q.device.type}: {names}")
+
+
+def _check_head_dim(head_dim: int) -> None:
+    if head_dim not in SUPPORTED_HEAD_DIMS:
+        raise ValueError(f"q has head_dim {head_dim}; allowed: {ALLOWED_HEAD_DIMS}")
 
 
 def _check_same(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

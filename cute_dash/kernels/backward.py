@@ -118,7 +118,7 @@ class AttentionBackward:
             pointer = cute.recast_ptr(base + offset, dtype=dtype) if dtype is not Float32 else base + offset
             return cute.make_tensor(pointer.align(16), cute.make_layout(shape, stride=stride))
 
-        tile_elements = config.tile_m * config.head_dim
+        tile_elements = config.tile_m * config.head_dim_padded
         chunk = tile_elements // config.num_mma_warpgroups
         return (
             part(

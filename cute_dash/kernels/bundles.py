@@ -33,7 +33,7 @@ class Gmem(NamedTuple):
     mdV: cute.Tensor
     mdQ: cute.Tensor | None  # where the main kernel converts dQ
     mStats: cute.Tensor  # (stats_size, num_m_blocks, num_streams), see `stats`
-    mdQaccum: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups, num_m_blocks, num_streams)
+    mdQaccum: cute.Tensor  # (tile_m * head_dim_padded / num_warpgroups, num_warpgroups, num_m_blocks, num_streams)
     mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
     mCounter: cute.Tensor  # (1,)
     mRecord: cute.Tensor | None  # debug: (num_n_blocks + 1, num_m_blocks, num_streams), [0] counts
@@ -67,17 +67,17 @@ class TmaAtoms(NamedTuple):
 
 
 class Smem(NamedTuple):
-    sQ: cute.Tensor  # (tile_m, head_dim, num_stages)
-    sK: cute.Tensor  # (tile_n, head_dim); holds dK at the end of a work tile
-    sV: cute.Tensor  # (tile_n, head_dim); holds dV at the end of a work tile
-    sdO: cute.Tensor  # (tile_m, head_dim, num_stages)
+    sQ: cute.Tensor  # (tile_m, head_dim_padded, num_stages)
+    sK: cute.Tensor  # (tile_n, head_dim_padded); holds dK at the end of a work tile
+    sV: cute.Tensor  # (tile_n, head_dim_padded); holds dV at the end of a work tile
+    sdO: cute.Tensor  # (tile_m, head_dim_padded, num_stages)
     sdS: cute.Tensor  # (tile_m, tile_n, num_stages)
     sStats: cute.Tensor  # (stats_size, num_stages), see `stats`
     sOnes: cute.Tensor | None  # (ones_size,), see `stats`
-    sdQ: cute.Tensor  # (tile_m * head_dim / num_warpgroups, num_warpgroups), fp32 in register order
+    sdQ: cute.Tensor  # (tile_m * head_dim_padded / num_warpgroups, num_warpgroups), fp32 in register order
     sWork: cute.Tensor  # (NUM_WORK_STAGES,) claimed work indices
     sPieces: cute.Tensor | None  # (CONVERT_PIECE, CONVERT_STAGES) of dQaccum on their way to being converted
-    sdQ_out: cute.Tensor | None  # (tile_m, head_dim) converted dQ
+    sdQ_out: cute.Tensor | None  # (tile_m, head_dim_padded) converted dQ
 
 
 class Rings(NamedTuple):

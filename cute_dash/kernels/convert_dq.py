@@ -43,7 +43,7 @@ class DQConverter:
         """
         config = self.config
         source = gmem.mdQaccum[None, 0, q_tile.m_block, q_tile.stream].iterator
-        num_pieces = config.tile_m * config.head_dim // CONVERT_PIECE
+        num_pieces = config.tile_m * config.head_dim_padded // CONVERT_PIECE
         assert num_pieces % (2 * CONVERT_STAGES) == 0
         for piece in cutlass.range_constexpr(CONVERT_STAGES):
             self.load_piece(source, smem, ring, piece)
@@ -58,7 +58,7 @@ class DQConverter:
                 self.load_piece(source, smem, ring, piece + CONVERT_STAGES)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        tile_q = (config.tile_m, config.head_dim)
+        tile_q = (config.tile_m, config.head_dim_padded)
         gdQ = cute.local_tile(gmem.mdQ[None, None, q_tile.head_idx, batch_idx], tile_q, (q_tile.m_block, 0))
         tdQsdQ, tdQgdQ = partition_tma(atoms.dQ, smem.sdQ_out, gdQ)
         cute.copy(atoms.dQ, tdQsdQ, tdQgdQ)
@@ -77,7 +77,7 @@ class DQConverter:
         config = self.config
         lane_idx = cute.arch.lane_idx()
         mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
-        pieces_per_warpgroup = config.tile_m * config.head_dim // config.num_mma_warpgroups // CONVERT_PIECE
+        pieces_per_warpgroup = config.tile_m * config.head_dim_padded // config.num_mma_warpgroups // CONVERT_PIECE
         warpgroup_idx, columns = piece // pieces_per_warpgroup, piece % pieces_per_warpgroup
         sPiece = smem.sPieces[None, piece % CONVERT_STAGES]
         for warp in cutlass.range_constexpr(4):

@@ -34,7 +34,7 @@ class FlashAttentionBackwardPostprocess:
 
     @cute.jit
     def __call__(self, gmem: PostGmem, extents: Extents, softmax_scale: Float32, stream):
-        tile = (self.config.tile_m, self.config.head_dim)
+        tile = (self.config.tile_m, self.config.head_dim_padded)
         mdQ = varlen.make_ragged(gmem.mdQ) if const_expr(extents.varlen) else gmem.mdQ
         atom, mdQ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mdQ, wgmma.make_smem_layout(self.dtype, tile), tile
@@ -55,7 +55,7 @@ class FlashAttentionBackwardPostprocess:
         batch_idx = stream // extents.num_query_heads
         head_idx = stream - batch_idx * extents.num_query_heads
 
-        layout = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim))
+        layout = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim_padded))
         sdQ = SmemAllocator().allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
         mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
         acc = wgmma.make_accumulator(mma_dQ, config.dQ_mma_shape)
@@ -77,7 +77,7 @@ class FlashAttentionBackwardPostprocess:
         cute.arch.sync_threads()
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
             gdQ = cute.local_tile(
-                gmem.mdQ[None, None, head_idx, batch_idx], (config.tile_m, config.head_dim), (m_block, 0)
+                gmem.mdQ[None, None, head_idx, batch_idx], (config.tile_m, config.head_dim_padded), (m_block, 0)
             )
             tdQsdQ, tdQgdQ = partition_tma(atom, sdQ, gdQ)
             cute.copy(atom, tdQsdQ, tdQgdQ)

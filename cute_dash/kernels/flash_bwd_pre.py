@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_dash.config import BwdConfig
 from cute_dash.kernels import varlen
@@ -42,7 +42,7 @@ class FlashAttentionBackwardPreprocess:
         self.config = config
         self.stats = make_stats(config)
         self.clear_dQaccum = clear_dQaccum
-        self.threads_per_row = config.head_dim // VECTOR
+        self.threads_per_row = config.head_dim_padded // VECTOR
         self.rows_per_pass = NUM_THREADS // self.threads_per_row
 
     @cute.jit
@@ -116,7 +116,7 @@ class FlashAttentionBackwardPreprocess:
         rLSE.fill(-Float32.inf)
         for i in cutlass.range_constexpr(num_passes):
             row = m_block * tile_m + first_row + i * self.rows_per_pass
-            if row < seqlen_q:
+            if self.is_inside(row, seqlen_q, column):
                 load_vector(gmem.mO[row, None, head_idx, batch_idx], column, rO[None, i])
                 load_vector(gmem.mdO[row, None, head_idx, batch_idx], column, rdO[None, i])
                 if column == 0:
@@ -129,6 +129,13 @@ class FlashAttentionBackwardPreprocess:
             row = first_row + i * self.rows_per_pass
             if column == 0 and row < tile_m:
                 self.stats.write_row(gmem.mStats[None, m_block, stream], row, rLSE[i], total, softmax_scale)
+
+    def is_inside(self, row: Int32, num_rows: Int32, column: Int32) -> Boolean:
+        """Whether a 16-byte vector lies in the tensor; columns from head_dim on exist in the tiles only."""
+        config = self.config
+        if config.head_dim == config.head_dim_padded:
+            return row < num_rows
+        return (row < num_rows) & (column < config.head_dim)
 
     @cute.jit
     def clear(self, gmem: PreGmem, tidx, m_block, stream):
@@ -169,7 +176,7 @@ class FlashAttentionBackwardPreprocess:
         zeros.fill(0.0)
         for i in cutlass.range(first_row, tile, self.rows_per_pass, unroll=1):
             row = block * tile + i
-            if row < mX.shape[0]:
+            if self.is_inside(row, mX.shape[0], column):
                 gRow = mX[row, None, head_idx, batch_idx]
                 target = cute.make_tensor((gRow.iterator + column).align(16), cute.make_layout(VECTOR))
                 cute.autovec_copy(zeros, target)

@@ -28,6 +28,9 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
     dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial is staged
     dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer has been read
 
+The tiles have head_dim_padded columns, 64 or 128. Where head_dim is less, the TMA loads zeros for the columns beyond it,
+which add nothing to S and dP, and leaves out those of dQ, dK and dV when it stores.
+
 With several query heads per KV head (GQA, MQA) a work tile takes the schedule's steps for one query head after the other:
 dK and dV stay in registers for the whole group, and each query head has dQ tiles and turnstiles of its own.
 
@@ -115,7 +118,7 @@ class FlashAttentionBackwardSm90:
         self.num_mma_warps = 4 * config.num_mma_warpgroups
         self.num_mma_threads = WARPGROUP_THREADS * config.num_mma_warpgroups
         self.num_threads = WARPGROUP_THREADS + self.num_mma_threads
-        self.dQ_values = config.tile_m * config.head_dim // config.num_mma_warpgroups
+        self.dQ_values = config.tile_m * config.head_dim_padded // config.num_mma_warpgroups
 
     # ---- host ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class FlashAttentionBackwardSm90:
         """Launches the kernel. `gmem` holds plain tensors; num_ctas must all be able to be resident."""
         config = self.config
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tile_q, tile_kv = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim)
+        tile_q, tile_kv = (config.tile_m, config.head_dim_padded), (config.tile_n, config.head_dim_padded)
         layout_q = wgmma.make_smem_layout(self.dtype, tile_q)
         layout_kv = wgmma.make_smem_layout(self.dtype, tile_kv)
         if const_expr(extents.varlen):
@@ -180,14 +183,14 @@ class FlashAttentionBackwardSm90:
             sWork: cute.struct.MemRange[Int32, NUM_WORK_STAGES]
             sOnes: tile(BFloat16, config.ones_size, 128)
             sStats: tile(Float32, config.stats_size * stages, 128)
-            sQ: tile(element, config.tile_m * config.head_dim * stages)
-            sdO: tile(element, config.tile_m * config.head_dim * stages)
-            sK: tile(element, config.tile_n * config.head_dim)
-            sV: tile(element, config.tile_n * config.head_dim)
+            sQ: tile(element, config.tile_m * config.head_dim_padded * stages)
+            sdO: tile(element, config.tile_m * config.head_dim_padded * stages)
+            sK: tile(element, config.tile_n * config.head_dim_padded)
+            sV: tile(element, config.tile_n * config.head_dim_padded)
             sdS: tile(element, config.tile_m * config.tile_n * NUM_DS_STAGES)
-            sdQ: tile(Float32, config.tile_m * config.head_dim)
+            sdQ: tile(Float32, config.tile_m * config.head_dim_padded)
             sPieces: tile(Float32, CONVERT_PIECE * CONVERT_STAGES if self.fuse_dQ else 0)
-            sdQ_out: tile(element, config.tile_m * config.head_dim if self.fuse_dQ else 0)
+            sdQ_out: tile(element, config.tile_m * config.head_dim_padded if self.fuse_dQ else 0)
 
         return SharedStorage
 
@@ -244,14 +247,14 @@ class FlashAttentionBackwardSm90:
     def make_smem(self, storage) -> Smem:
         config = self.config
         stages = config.num_stages
-        layout_q = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim), stages)
-        layout_kv = wgmma.make_smem_layout(self.dtype, (config.tile_n, config.head_dim))
+        layout_q = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim_padded), stages)
+        layout_kv = wgmma.make_smem_layout(self.dtype, (config.tile_n, config.head_dim_padded))
         layout_dS = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.tile_n), NUM_DS_STAGES)
         sOnes, sPieces, sdQ_out = None, None, None
         if config.stats_by_gemm:
             sOnes = storage.sOnes.get_tensor(cute.make_layout(config.ones_size))
         if self.fuse_dQ:
-            layout_dQ = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim))
+            layout_dQ = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim_padded))
             sPieces = storage.sPieces.get_tensor(cute.make_layout((CONVERT_PIECE, CONVERT_STAGES)))
             sdQ_out = storage.sdQ_out.get_tensor(layout_dQ.outer, swizzle=layout_dQ.inner)
         return Smem(
@@ -356,17 +359,17 @@ class FlashAttentionBackwardSm90:
         gmem, extents, work_idx = self.enter_work(gmem, extents, work_idx)
         shape = self.make_shape(extents)
         tile = self.schedule.get_work_tile(work_idx, shape)
-        tile_q, tile_kv = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim)
-        # (tile_n, head_dim)
+        tile_q, tile_kv = (config.tile_m, config.head_dim_padded), (config.tile_n, config.head_dim_padded)
+        # (tile_n, head_dim_padded)
         gK = cute.local_tile(gmem.mK[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
         gV = cute.local_tile(gmem.mV[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
         tKsK, tKgK = partition_tma(atoms.K, smem.sK, gK)
         tVsV, tVgV = partition_tma(atoms.V, smem.sV, gV)
-        q_bytes = config.tile_m * config.head_dim * 2
+        q_bytes = config.tile_m * config.head_dim_padded * 2
         for member in cutlass.range(shape.group_size, unroll=1):
             for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
                 m_block, head_idx, stream = self.get_q_tile(step, member, tile, shape)
-                # (tile_m, head_dim, num_m_blocks)
+                # (tile_m, head_dim_padded, num_m_blocks)
                 gQ = cute.local_tile(gmem.mQ[None, None, head_idx, tile.batch_idx], tile_q, (None, 0))
                 gdO = cute.local_tile(gmem.mdO[None, None, head_idx, tile.batch_idx], tile_q, (None, 0))
                 tQsQ, tQgQ = partition_tma(atoms.Q, smem.sQ, gQ)
@@ -379,7 +382,7 @@ class FlashAttentionBackwardSm90:
                 if (step == 0) & (member == 0):
                     # after the first Q, which need not wait until dK and dV of the work tile before have left sK and sV
                     rings.KV.wait_empty(work_it)
-                    barrier_KV = rings.KV.expect_bytes(work_it, 2 * config.tile_n * config.head_dim * 2)
+                    barrier_KV = rings.KV.expect_bytes(work_it, 2 * config.tile_n * config.head_dim_padded * 2)
                     cute.copy(atoms.K, tKgK, tKsK, tma_bar_ptr=barrier_KV)
                     cute.copy(atoms.V, tVgV, tVsV, tma_bar_ptr=barrier_KV)
                 rings.dO.wait_empty(it)
@@ -568,7 +571,7 @@ class FlashAttentionBackwardSm90:
         self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings, softmax_scale: Float32
     ):
         context = self.make_mma_context(smem, softmax_scale)
-        shape_dKV = (self.config.tile_n, self.config.head_dim)
+        shape_dKV = (self.config.tile_n, self.config.head_dim_padded)
         acc_dK = make_accumulator(context.gemm_dK.tiled_mma, shape_dKV)
         acc_dV = make_accumulator(context.gemm_dV.tiled_mma, shape_dKV)
         it, work_it = Int32(0), Int32(0)
@@ -720,7 +723,7 @@ class FlashAttentionBackwardSm90:
         work_it: Int32,
     ):
         """Writes dK and dV of the work tile through sK and sV; rows beyond seqlen_k are clipped by the TMA."""
-        tile_kv = (self.config.tile_n, self.config.head_dim)
+        tile_kv = (self.config.tile_n, self.config.head_dim_padded)
         gdK = cute.local_tile(gmem.mdK[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
         gdV = cute.local_tile(gmem.mdV[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
         store_dK, tRS_sdK = wgmma.make_store_C(context.gemm_dK.tiled_mma, smem.sK, context.tidx, transpose=False)

@@ -50,7 +50,7 @@ def make_tiled_mma_SdP(dtype, config: BwdConfig) -> cute.TiledMma:
 
 
 def make_tiled_mma_dKV(dtype, config: BwdConfig) -> cute.TiledMma:
-    """dV += P^T dO and dK += dS^T Q: (tile_n, head_dim), 64 keys per warpgroup, P^T and dS^T in registers."""
+    """dV += P^T dO and dK += dS^T Q: (tile_n, head_dim_padded), 64 keys per warpgroup, P^T and dS^T in registers."""
     return make_trivial_tiled_mma(
         dtype,
         dtype,
@@ -58,17 +58,17 @@ def make_tiled_mma_dKV(dtype, config: BwdConfig) -> cute.TiledMma:
         MN_MAJOR,
         Float32,
         atom_layout_mnk=(config.num_mma_warpgroups, 1, 1),
-        tiler_mn=(64, config.head_dim),
+        tiler_mn=(64, config.head_dim_padded),
         a_source=warpgroup.OperandSource.RMEM,
     )
 
 
 def make_tiled_mma_dQ(dtype, config: BwdConfig) -> cute.TiledMma:
-    """dQ = dS K, (tile_m, head_dim); or, where 64 does not divide tile_m, dQ^T = K^T dS^T, (head_dim, tile_m).
+    """dQ = dS K, or, where 64 does not divide tile_m, dQ^T = K^T dS^T: `config.dQ_mma_shape`.
 
     The warpgroups split the M mode if it has 64 rows for each, else the N mode.
     """
-    rows, columns = (config.head_dim, config.tile_m) if config.swap_dQ else (config.tile_m, config.head_dim)
+    rows, columns = config.dQ_mma_shape
     num_warpgroups = config.num_mma_warpgroups
     split_rows = rows % (64 * num_warpgroups) == 0
     atom_layout = (num_warpgroups, 1, 1) if split_rows else (1, num_warpgroups, 1)

@@ -1,6 +1,6 @@
 """Layout of the one scratch buffer of a backward call. Host and device; all offsets in 4-byte elements.
 
-dQaccum    fp32   (tile_m * head_dim, num_m_blocks, num_streams)   partial sums of dQ, in register order
+dQaccum    fp32   (tile_m * head_dim_padded, num_m_blocks, num_streams)   partial sums of dQ, in register order
 stats      fp32   (stats_size, num_m_blocks, num_streams)          LSE and dPsum, see `stats`
 semaphore  int32  (num_m_blocks, num_streams)                      the turnstile of each dQ tile
 counter    int32  (1)                                              work tiles claimed so far
@@ -27,7 +27,7 @@ class WorkspaceLayout:
 
     @property
     def stats(self) -> int:
-        return self.num_tiles * self.config.tile_m * self.config.head_dim
+        return self.num_tiles * self.config.tile_m * self.config.head_dim_padded
 
     @property
     def semaphore(self) -> int:

@@ -7,7 +7,7 @@ from cute_dash.config import (
     CONVERT_STAGES,
     NUM_DS_STAGES,
     SMEM_CAPACITY_BYTES,
-    SUPPORTED_HEAD_DIMS,
+    TUNED_HEAD_DIMS,
     BwdConfig,
     get_config,
 )
@@ -30,7 +30,7 @@ COLORS = {
 def list_configs() -> dict[str, BwdConfig]:
     """The configurations by label; masks with the same tiles share one."""
     labels: dict[str, BwdConfig] = {}
-    for head_dim in SUPPORTED_HEAD_DIMS:
+    for head_dim in TUNED_HEAD_DIMS:
         full, causal = get_config(head_dim, False), get_config(head_dim, True)
         if list_parts(full) == list_parts(causal):
             labels[f"hd{head_dim}, both masks"] = causal
@@ -46,18 +46,18 @@ def list_parts(config: BwdConfig) -> dict[str, int]:
     aside for mbarriers, claims and padding.
     """
     element, fp32 = 2, 4
-    q = config.num_stages * config.tile_m * config.head_dim * element
-    kv = config.tile_n * config.head_dim * element
+    q = config.num_stages * config.tile_m * config.head_dim_padded * element
+    kv = config.tile_n * config.head_dim_padded * element
     parts = {
         "sQ": q,
         "sdO": q,
         "sK": kv,
         "sV": kv,
         "sdS": NUM_DS_STAGES * config.tile_m * config.tile_n * element,
-        "sdQ": config.tile_m * config.head_dim * fp32,
+        "sdQ": config.tile_m * config.head_dim_padded * fp32,
         "sStats": config.num_stages * config.stats_size * fp32,
         "sOnes": config.ones_size * element,
-        "sdQ_out": config.tile_m * config.head_dim * element if config.fuse_dQ else 0,
+        "sdQ_out": config.tile_m * config.head_dim_padded * element if config.fuse_dQ else 0,
         "sPieces": CONVERT_PIECE * CONVERT_STAGES * fp32 if config.fuse_dQ else 0,
     }
     return {**parts, "barriers": config.smem_bytes - sum(parts.values())}

@@ -1,17 +1,20 @@
 """The machine code of the kernels for sm_90a, compiled and disassembled without a GPU.
 
-Every head dim, mask (full, causal, local) and concrete schedule of the registry that orders the mask, in bf16; fp16, debug and cooperative
-builds of one schedule each. A build takes about 7 seconds and is shared by all tests of its key.
+Every tuned head dim, mask (full, causal, local) and concrete schedule of the registry that orders the mask, in bf16; fp16, debug and cooperative
+builds of one schedule each; some of the other head dims, which are padded in the tiles. A build takes about 7 seconds and is shared by all tests of its key.
 """
 
+import re
 from collections import Counter
+from dataclasses import replace
 
 import cutlass
 import pytest
+from cutlass.cute.nvgpu import cpasync
 
 from cute_dash import registry
-from cute_dash.compile import CompileKey
-from cute_dash.config import SMEM_CAPACITY_BYTES, SUPPORTED_HEAD_DIMS, BwdConfig, get_config
+from cute_dash.compile import CompileKey, build
+from cute_dash.config import SMEM_CAPACITY_BYTES, SUPPORTED_HEAD_DIMS, TUNED_HEAD_DIMS, BwdConfig, get_config
 from cute_dash.kernels.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from cute_dash.problem import Window
 from cute_dash.schedule import Selector
@@ -21,7 +24,7 @@ REGISTERS_PER_SM = 65536
 WARPGROUP_THREADS = 128
 CONFIGS = [
     get_config(head_dim, *mask)
-    for head_dim in SUPPORTED_HEAD_DIMS
+    for head_dim in TUNED_HEAD_DIMS
     for mask in ((False, False), (True, False), (False, True))
 ]
 
@@ -63,11 +66,36 @@ def release_keys():
     return [*keys, CompileKey(get_config(128, False), registry.load("shift"), "bfloat16", cooperative=True)]
 
 
+def padded_keys():
+    """Every head dim that is padded, over masks, schedules and kinds of builds."""
+    full, causal, local = (False, False), (True, False), (False, True)
+    return [
+        CompileKey(get_config(head_dim, *mask), registry.load(name), dtype, **options)
+        for head_dim, mask, name, dtype, options in (
+            (32, full, "shift", "bfloat16", {}),
+            (32, local, "shortest_first", "bfloat16", dict(varlen=True)),
+            (40, full, "unordered", "bfloat16", dict(varlen=True, grouped=True)),
+            (48, causal, "hybrid", "float16", dict(grouped=True)),
+            (56, causal, "symmetric_shift", "bfloat16", {}),
+            (72, causal, "hybrid", "bfloat16", dict(varlen=True, grouped=True)),
+            (72, local, "baseline", "bfloat16", {}),
+            (80, full, "shift", "bfloat16", dict(grouped=True)),
+            (88, local, "hybrid", "bfloat16", dict(varlen=True)),
+            (96, causal, "symmetric_shift", "bfloat16", {}),
+            (96, full, "unordered", "float16", {}),
+            (104, full, "baseline", "bfloat16", {}),
+            (112, local, "hybrid", "bfloat16", dict(grouped=True)),
+            (120, full, "longest_first", "bfloat16", dict(varlen=True)),
+        )
+    ]
+
+
 def describe(key):
     return key.describe().replace(" ", "-") + ("-cooperative" if key.cooperative else "")
 
 
-RELEASE_KEYS = release_keys()
+PADDED_KEYS = padded_keys()
+RELEASE_KEYS = release_keys() + PADDED_KEYS
 DEBUG_KEYS = [CompileKey(config, registry.load("shortest_first"), "bfloat16", debug=True) for config in CONFIGS[3:]]
 every_release = pytest.mark.parametrize("key", RELEASE_KEYS, ids=describe)
 every_build = pytest.mark.parametrize("key", RELEASE_KEYS + DEBUG_KEYS, ids=describe)
@@ -83,8 +111,8 @@ def expected_hgmma_shapes(config: BwdConfig) -> Counter[tuple[int, int, int]]:
     else:
         columns //= num_warpgroups
     return (
-        Counter({(64, config.tile_m, 16): 2 * config.head_dim // 16 + num_stats_mmas(config)})  # S^T and dP^T
-        + Counter({(64, config.head_dim, 16): 2 * config.tile_m // 16})  # dV and dK
+        Counter({(64, config.tile_m, 16): 2 * config.head_dim_padded // 16 + num_stats_mmas(config)})  # S^T and dP^T
+        + Counter({(64, config.head_dim_padded, 16): 2 * config.tile_m // 16})  # dV and dK
         + Counter({(64, columns, 16): rows // 64 * config.tile_n // 16})  # dQ
     )
 
@@ -97,6 +125,44 @@ def num_stats_mmas(config):
 def converts_dQ(key):
     """Whether the main kernel converts dQ, which takes an order: the last contributor must know that it is."""
     return key.config.fuse_dQ and key.schedule.ordered
+
+
+def test_padded_head_dims_are_all_here():
+    assert {key.config.head_dim for key in PADDED_KEYS} == set(SUPPORTED_HEAD_DIMS) - set(TUNED_HEAD_DIMS)
+
+
+@pytest.mark.parametrize("key", PADDED_KEYS, ids=describe)
+def test_padding_costs_no_instruction(key):
+    """But for the preprocess kernel, which has to leave out the columns beyond: the rest is in the TMA descriptors."""
+    config = key.config
+    tuned = replace(key, config=get_config(config.head_dim_padded, config.causal, config.local))
+    kernels, expected = build_and_disassemble(key), build_and_disassemble(tuned)
+    assert kernels["main"] == expected["main"]
+    assert kernels.get("post") == expected.get("post")
+    assert kernels["pre"].count("LDG") == expected["pre"].count("LDG")
+    assert kernels["pre"].count("STG") == expected["pre"].count("STG")
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 128])
+def test_tma_tensors_end_at_head_dim_and_boxes_do_not(head_dim, varlen, monkeypatch):
+    """The hardware clips at the tensors' extents; a box is 64 columns wide and brings its bytes whatever it clips."""
+    found = []
+    make_atom = cpasync.make_tiled_tma_atom
+
+    def record(operation, tensor, *arguments):
+        atom, coordinates = make_atom(operation, tensor, *arguments)
+        found.append((tensor.shape[1], str(atom.type)))
+        return atom, coordinates
+
+    monkeypatch.setattr(cpasync, "make_tiled_tma_atom", record)
+    build(CompileKey(get_config(head_dim, True), registry.load("hybrid"), "bfloat16", varlen=varlen))
+    assert len(found) == 7
+    for columns, atom in found:
+        box = re.search(r'copy_bits = (\d+), tma_gbasis = <"\((\d+),(\d+),1,1', atom)
+        copy_bits, box_columns, box_rows = map(int, box.groups())
+        assert columns == head_dim and box_columns == 64
+        assert copy_bits == 64 * box_rows * 16
 
 
 @every_build
@@ -116,7 +182,11 @@ def test_nothing_is_spilled(key):
 
 def keeps_values_between_steps(key):
     """What `hybrid` computes of a work tile's place, twice for each, next to windows and lengths of sequences."""
-    return key.varlen and (key.schedule.name, key.config.mask, key.config.head_dim) == ("hybrid", "local", 64)
+    return key.varlen and (key.schedule.name, key.config.mask, key.config.head_dim_padded) == (
+        "hybrid",
+        "local",
+        64,
+    )
 
 
 def assert_little_is_spilled_between_steps(main):
@@ -143,13 +213,13 @@ def test_warpgroup_mmas_are_those_of_the_config(key):
 
 @every_build
 def test_no_multiplication_is_done_twice(key):
-    """Five products of tile_m x tile_n x head_dim per step, and a k-step for each statistic, however each is split."""
+    """Five products of tile_m x tile_n x head_dim_padded per step, and a k-step for each statistic, however each is split."""
     shapes = build_and_disassemble(key)["main"].hgmma_shapes()
     per_warpgroup = sum(m * n * k * count for (m, n, k), count in shapes.items())
     config = key.config
     per_step = config.num_mma_warpgroups * per_warpgroup
     stats = num_stats_mmas(config) * 16 * config.tile_m * config.tile_n
-    assert per_step == 5 * config.tile_m * config.tile_n * config.head_dim + stats
+    assert per_step == 5 * config.tile_m * config.tile_n * config.head_dim_padded + stats
 
 
 @every_build
@@ -186,7 +256,7 @@ def test_registers(key):
 def test_a_window_costs_a_second_mask_and_a_third_claim():
     """The local kernel beside the causal one of the same tiles and schedule: the same products, loads and exponentials."""
     schedule = registry.load("shortest_first")
-    for head_dim in SUPPORTED_HEAD_DIMS:
+    for head_dim in TUNED_HEAD_DIMS:
         local, causal = (
             build_and_disassemble(CompileKey(get_config(head_dim, *mask), schedule, "bfloat16"))["main"]
             for mask in ((False, True), (True, False))
@@ -203,13 +273,13 @@ def test_a_window_costs_a_second_mask_and_a_third_claim():
 def test_bulk_transfers(key):
     kernels = build_and_disassemble(key)
     main = kernels["main"]
-    num_boxes = key.config.head_dim * 2 // 128  # swizzled 128 bytes wide
+    num_boxes = key.config.head_dim_padded * 2 // 128  # swizzled 128 bytes wide
     rank = "5D" if key.varlen else "4D"
     assert main.count(f"UTMALDG.{rank}") == main.count("UTMALDG") == 4 * num_boxes  # Q, K, V, dO
     num_outputs = 3 if converts_dQ(key) else 2  # dK, dV, dQ
     assert main.count(f"UTMASTG.{rank}") == main.count("UTMASTG") == num_outputs * num_boxes
     # the row statistics; the finished dQ tile in pieces of 16 columns of 64 fp32 rows
-    num_pieces = key.config.tile_m * key.config.head_dim // 1024 if converts_dQ(key) else 0
+    num_pieces = key.config.tile_m * key.config.head_dim_padded // 1024 if converts_dQ(key) else 0
     assert main.count("UBLKCP.S.G") == 1 + num_pieces
     assert main.count("UBLKRED.G.S.ADD.F32.RN") == main.count("UBLKRED") == key.config.num_mma_warpgroups
     # the first contributor of an ordered schedule stores

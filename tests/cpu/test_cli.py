@@ -72,7 +72,7 @@ def test_version(capsys):
         ["check"],
         ["check", "baseline", "--mask", "window"],
         ["check", "baseline", "--seqlen-q", "0"],
-        ["check", "baseline", "--head-dim", "96"],
+        ["check", "baseline", "--head-dim", "36"],
         ["analyze", "--num-sms", "-1"],
         ["analyze", "--compute", "nan"],
         ["plot", "baseline"],
@@ -524,6 +524,33 @@ def test_compile_of_grouped_heads(compiler, capsys):
     assert main(argv) == 0 and main([*argv, "--grouped"]) == 0
     assert [key.grouped for key in compiler] == [False, True]
     assert "grouped heads, plain launch" in capsys.readouterr().out
+
+
+def test_compile_of_a_head_dim_that_is_padded(compiler, capsys):
+    assert main(["compile", "baseline", "--mask", "full", "--head-dim", "40", "96"]) == 0
+    assert [(key.config.head_dim, key.config.head_dim_padded) for key in compiler] == [(40, 64), (96, 128)]
+    assert "head dim 96, full" in capsys.readouterr().out
+
+
+def test_head_dims_are_64_and_128_by_default(compiler):
+    assert main(["compile", "baseline", "--mask", "full"]) == 0
+    assert [key.config.head_dim for key in compiler] == [64, 128]
+
+
+@pytest.mark.parametrize("head_dim", ["36", "136", "24", "all"])
+def test_head_dims_that_there_are_not_are_refused(head_dim, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["compile", "baseline", "--head-dim", head_dim])
+    assert stop.value.code == 2
+    assert f"invalid head dim {head_dim!r}; allowed: multiples of 8 from 32 to 128" in capsys.readouterr().err
+
+
+def test_check_of_a_head_dim_that_is_padded(capsys):
+    outputs = []
+    for head_dim in ("72", "128"):
+        assert main(["check", "hybrid", "--mask", "causal", "--seqlen-q", "600", "--head-dim", head_dim]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
 
 
 def test_compile_of_sequences_of_different_lengths(compiler, capsys):

@@ -366,9 +366,9 @@ BAD_CALLS = {
         "v is a DTensor",
     ),
     "head dim": (
-        lambda mesh, x: call(mesh, x, **{name: getattr(x, name)[..., :32] for name in "qkv"}),
+        lambda mesh, x: call(mesh, x, **{name: getattr(x, name)[..., :36] for name in "qkv"}),
         ValueError,
-        "head_dim 32",
+        "head_dim 36",
     ),
     "causal": (lambda mesh, x: call(mesh, x, causal=1), TypeError, "causal=1"),
     "scale": (lambda mesh, x: call(mesh, x, softmax_scale=0.0), ValueError, "softmax_scale=0.0"),

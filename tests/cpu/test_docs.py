@@ -12,7 +12,7 @@ import pytest
 
 from bench import __main__ as bench
 from cute_dash import cli, registry
-from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
+from cute_dash.config import TUNED_HEAD_DIMS, get_config
 from docs import make_architecture, make_determinism, make_gallery, regions, tutorial
 from docs.figures import cta, memory
 from tests import fuzz
@@ -135,7 +135,7 @@ def test_architecture_figures_can_be_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", SUPPORTED_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", TUNED_HEAD_DIMS)
 def test_memory_map_is_the_kernels(head_dim, causal):
     cutlass = pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     from cute_dash.kernels.flash_bwd_sm90 import FlashAttentionBackwardSm90

@@ -404,3 +404,28 @@ def test_the_ring_runs_with_two_resident_ctas():
     expected = run(x, False, "shortest_first")  # the same loop and accumulation order, claimed right to left
     for seed in SEEDS:
         assert_same_bits(run(x, False, HonestRing(), interleaving=seed), expected)
+
+
+# Head dims between those of the tiles
+
+
+@pytest.mark.parametrize("name", ["auto", "hybrid", "unordered"])
+@pytest.mark.parametrize("head_dim", [32, 40, 72, 96, 120])
+@MASKS
+def test_any_head_dim_equals_fp64(causal, head_dim, name):
+    x = random_inputs(1, 203, 300, num_heads=4, num_heads_kv=2, head_dim=head_dim, dtype=torch.float32)
+    refs = attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, causal)
+    for grad, ref, like in zip(run(x, causal, name), refs, (x.q, x.k, x.v), strict=True):
+        assert grad.shape == like.shape
+        assert relative_error(grad, ref) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize(("head_dim", "padded"), [(32, 64), (56, 64), (72, 128), (112, 128)])
+@MASKS
+def test_a_head_dim_has_the_order_of_its_tiles(causal, head_dim, padded):
+    """As many zeros behind q, k and v as the tiles hold change nothing but the fp32 rounding of S and dP."""
+    x = random_inputs(1, 300, 300, num_heads=2, head_dim=head_dim, dtype=torch.float32)
+    wide = type(x)(*(torch.nn.functional.pad(t, (0, padded - head_dim)) for t in x))
+    for grad, wide_grad in zip(run(x, causal, "auto"), run(wide, causal, "auto"), strict=True):
+        assert relative_error(grad, wide_grad[..., :head_dim]) < FP32_TOLERANCE
+        assert (wide_grad[..., head_dim:] == 0).all()

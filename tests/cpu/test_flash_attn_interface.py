@@ -80,6 +80,16 @@ def test_out_lse_and_gradients_are_those_of_attention(name, causal):
         assert relative_error(grad, ref) < FP32_TOLERANCE
 
 
+@EVERY_FUNCTION
+def test_any_head_dim(name):
+    x = random_inputs(2, 130, 130, num_heads=2, head_dim=72, dtype=torch.float32)
+    leaves = [t.requires_grad_() for t in pack(name, x.q, x.k, x.v)]
+    out = getattr(ours, name)(*leaves, causal=True)
+    grads = unpack(torch.autograd.grad(out, leaves, x.dout))
+    for grad, ref in zip(grads, attention_backward_ref(x.dout, x.q, x.k, x.v, 72**-0.5, True), strict=True):
+        assert relative_error(grad, ref) < FP32_TOLERANCE
+
+
 @pytest.mark.parametrize("lengths", [(40, 150), (150, 40)], ids=str)
 def test_queries_and_keys_of_other_lengths(lengths):
     x = inputs(*lengths)

@@ -37,6 +37,18 @@ def inputs(seqlen_q=130, seqlen_k=130, *, dtype=torch.float32, head_dim=64):
     return random_inputs(2, seqlen_q, seqlen_k, num_heads=2, head_dim=head_dim, dtype=dtype)
 
 
+@pytest.mark.parametrize("head_dim", [32, 80, 120])
+def test_any_head_dim_has_the_gradients_and_the_scale_of_its_own(head_dim):
+    x = random_inputs(2, 130, 150, num_heads=4, num_heads_kv=2, head_dim=head_dim, dtype=torch.float32)
+    leaves = [t.clone().requires_grad_() for t in x[:3]]
+    out = cute_dash.flash_attn_func(*leaves, causal=True)
+    out.backward(x.dout)
+    scale = head_dim**-0.5
+    assert relative_error(out, attention_forward_ref(*x[:3], scale, True)[0]) < FP32_TOLERANCE
+    for leaf, ref in zip(leaves, attention_backward_ref(x.dout, *x[:3], scale, True), strict=True):
+        assert relative_error(leaf.grad, ref) < FP32_TOLERANCE
+
+
 def leaves(x):
     return [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
 

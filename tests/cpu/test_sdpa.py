@@ -28,9 +28,9 @@ def flash():
     activation.remove()
 
 
-def heads_first(seqlen_q=130, seqlen_k=130, dtype=torch.float32):
+def heads_first(seqlen_q=130, seqlen_k=130, dtype=torch.float32, head_dim=64):
     """q, k, v, dout (batch, num_heads, seqlen, head_dim), contiguous."""
-    x = random_inputs(2, seqlen_q, seqlen_k, num_heads=2, head_dim=64, dtype=dtype)
+    x = random_inputs(2, seqlen_q, seqlen_k, num_heads=2, head_dim=head_dim, dtype=dtype)
     return [t.transpose(1, 2).contiguous() for t in x]
 
 
@@ -42,9 +42,10 @@ LAYOUTS = {
 
 
 @MASKS
+@pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_out_and_gradients_are_those_of_attention(layout, causal, flash):
-    q, k, v, dout = heads_first()
+def test_out_and_gradients_are_those_of_attention(layout, head_dim, causal, flash):
+    q, k, v, dout = heads_first(head_dim=head_dim)
     leaves = [LAYOUTS[layout](x).detach().requires_grad_() for x in (q, k, v)]
     out, lse, *_ = flash(*leaves, is_causal=causal, scale=0.1)
     grads = torch.autograd.grad(out, leaves, dout)

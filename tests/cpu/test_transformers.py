@@ -64,6 +64,11 @@ def test_logits_and_gradients_are_those_of_eager_attention(family):
     assert_as_eager(family, input_ids=make_tokens())
 
 
+@pytest.mark.parametrize("head_dim", [40, 96])
+def test_any_head_dim(head_dim):
+    assert_as_eager("llama", dict(head_dim=head_dim), input_ids=make_tokens())
+
+
 @pytest.mark.usefixtures("grouped_queries")
 @MODELS
 def test_grouped_queries(family):

@@ -53,10 +53,20 @@ BAD_QKV = {
         r"k has dtype torch.float16; allowed: the dtype of q \(torch.bfloat16\)",
     ),
     "v fp32": (dict(v=zeros(2, 7, 3, 64, dtype=torch.float32)), TypeError, "v has dtype torch.float32"),
-    "head dim 96": (
-        dict(q=zeros(2, 5, 3, 96), k=zeros(2, 7, 3, 96), v=zeros(2, 7, 3, 96)),
+    "head dim 36": (
+        dict(q=zeros(2, 5, 3, 36), k=zeros(2, 7, 3, 36), v=zeros(2, 7, 3, 36)),
         ValueError,
-        r"q has head_dim 96; allowed: \(64, 128\)",
+        "q has head_dim 36; allowed: multiples of 8 from 32 to 128",
+    ),
+    "head dim 24": (
+        dict(q=zeros(2, 5, 3, 24), k=zeros(2, 7, 3, 24), v=zeros(2, 7, 3, 24)),
+        ValueError,
+        "q has head_dim 24; allowed: multiples",
+    ),
+    "head dim 136": (
+        dict(q=zeros(2, 5, 3, 136), k=zeros(2, 7, 3, 136), v=zeros(2, 7, 3, 136)),
+        ValueError,
+        "q has head_dim 136; allowed: multiples",
     ),
     "head dims differ": (dict(k=zeros(2, 7, 3, 128)), ValueError, r"k has shape .* allowed: \(2, 7, 3, 64\)"),
     "v head dim": (dict(v=zeros(2, 7, 3, 128)), ValueError, r"v has shape .* allowed: \(2, 7, 3, 64\)"),

@@ -72,18 +72,18 @@ def cumulative(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def pack(lengths=LENGTHS, num_heads=2, num_heads_kv=None, *, behind=(0, 0), dtype=torch.float32, seed=0):
+def pack(lengths=LENGTHS, num_heads=2, num_heads_kv=None, *, behind=(0, 0), dtype=torch.float32, seed=0, head_dim=64):
     """A sequence's tokens depend on its place in LENGTHS alone."""
     heads = {"q": num_heads, "k": num_heads_kv or num_heads, "v": num_heads_kv or num_heads, "dout": num_heads}
 
     def normal(name, length, number):
         generator = torch.Generator().manual_seed(seed + 100 * number + "qkv".find(name))
-        return torch.randn(length, heads[name], 64, generator=generator).to(dtype)
+        return torch.randn(length, heads[name], head_dim, generator=generator).to(dtype)
 
     def tokens(name):
         side = name in "kv"
         parts = [normal(name, pair[side], LENGTHS.index(pair)) for pair in lengths]
-        return torch.cat([*parts, torch.full((behind[side], heads[name], 64), math.nan, dtype=dtype)])
+        return torch.cat([*parts, torch.full((behind[side], heads[name], head_dim), math.nan, dtype=dtype)])
 
     inputs = AttentionInputs(*(tokens(name) for name in ("q", "k", "v", "dout")))
     sides = list(zip(*lengths, strict=True))
@@ -98,9 +98,9 @@ def backward(packed, causal, schedule="auto", **options):
 
 
 @MASKS
-@pytest.mark.parametrize("num_heads_kv", [4, 2, 1])
-def test_every_sequence_has_the_gradients_of_attention(num_heads_kv, causal):
-    x = pack(num_heads=4, num_heads_kv=num_heads_kv)
+@pytest.mark.parametrize(("num_heads_kv", "head_dim"), [(4, 64), (2, 64), (1, 64), (2, 40), (2, 96)])
+def test_every_sequence_has_the_gradients_of_attention(num_heads_kv, head_dim, causal):
+    x = pack(num_heads=4, num_heads_kv=num_heads_kv, head_dim=head_dim)
     q, k, v = (t.clone().requires_grad_() for t in x.qkv)
     out, lse = flash_attn_varlen_func(q, k, v, *x.lengths, causal=causal, return_lse=True)
     out.backward(x.inputs.dout)
@@ -113,10 +113,10 @@ def test_every_sequence_has_the_gradients_of_attention(num_heads_kv, causal):
             assert (k.grad[keys] == 0).all() and (v.grad[keys] == 0).all()
             continue
         one = [x.inputs.q[None, rows], x.inputs.k[None, keys], x.inputs.v[None, keys]]
-        ref_out, ref_lse = attention_forward_ref(*one, SCALE, causal)
+        ref_out, ref_lse = attention_forward_ref(*one, head_dim**-0.5, causal)
         assert relative_error(out[None, rows], ref_out) < FP32_TOLERANCE
         torch.testing.assert_close(lse[None, :, rows].double(), ref_lse, rtol=1e-5, atol=1e-5)
-        refs = attention_backward_ref(x.inputs.dout[None, rows], *one, SCALE, causal)
+        refs = attention_backward_ref(x.inputs.dout[None, rows], *one, head_dim**-0.5, causal)
         scale = max(ref.norm().item() for ref in refs)  # with a single key dq and dk are exactly 0
         for grad, ref in zip((q.grad[rows], k.grad[keys], v.grad[keys]), refs, strict=True):
             assert (grad[None].double() - ref).norm().item() < FP32_TOLERANCE * scale
