@@ -234,9 +234,7 @@ def _add_verify_options(command: argparse.ArgumentParser) -> None:
         metavar="NAME|module:ATTR",
         help="or all, for every one that promises bits (default: auto auto_invariant)",
     )
-    group.add_argument(
-        "--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(TUNED_HEAD_DIMS)
-    )
+    group.add_argument("--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(TUNED_HEAD_DIMS))
     group.add_argument(
         "--mask",
         nargs="+",

@@ -54,14 +54,12 @@ class BwdConfig:
             raise ValueError("causal=True and local=True exclude each other: a causal window is one with right = 0")
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
             raise ValueError(f"head_dim={self.head_dim} is not supported; allowed: {ALLOWED_HEAD_DIMS}")
-        if self.tile_m % 16 or self.tile_m <= 0:
-            raise ValueError(f"tile_m={self.tile_m} must be a positive multiple of 16")
+        if self.tile_m % 64 or self.tile_m <= 0:
+            raise ValueError(f"tile_m={self.tile_m} must be a positive multiple of 64, the rows of a wgmma")
         if self.tile_n != 128:
             raise ValueError(f"tile_n={self.tile_n} must be 128: 64 keys for each of 2 consumer warpgroups")
         if self.num_stages < 1:
             raise ValueError(f"num_stages={self.num_stages} must be at least 1")
-        if self.fuse_dQ and self.swap_dQ:
-            raise ValueError(f"fuse_dQ=True needs tile_m={self.tile_m} to be a multiple of 64")
         num_regs = self.num_mma_warpgroups * self.num_mma_regs + self.num_producer_regs
         if num_regs > REGISTERS_PER_LANE:
             raise ValueError(
@@ -116,16 +114,6 @@ class BwdConfig:
     @property
     def num_mma_warpgroups(self) -> int:
         return self.tile_n // 64
-
-    @property
-    def swap_dQ(self) -> bool:
-        """True if dQ is computed transposed, because tile_m is no multiple of the 64 rows of a wgmma."""
-        return self.tile_m % 64 != 0
-
-    @property
-    def dQ_mma_shape(self) -> tuple[int, int]:
-        """(M, N) of the GEMM that computes dQ or its transpose."""
-        return (self.head_dim_padded, self.tile_m) if self.swap_dQ else (self.tile_m, self.head_dim_padded)
 
     @property
     def stats_size(self) -> int:

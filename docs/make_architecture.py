@@ -37,7 +37,6 @@ def describe_configs() -> str:
         ["tile_m x tile_n", *(f"{c.tile_m} x {c.tile_n}" for c in configs.values())],
         ["consumer warpgroups", *(str(c.num_mma_warpgroups) for c in configs.values())],
         ["registers per thread, MMA / producer", *(_registers(c) for c in configs.values())],
-        ["dQ GEMM", *("dQ^T = K^T dS^T" if c.swap_dQ else "dQ = dS K" for c in configs.values())],
         ["dQ converted by", *("CONVERT_DQ" if c.fuse_dQ else "postprocess kernel" for c in configs.values())],
     ]
     parts = {label: memory.list_parts(config) for label, config in configs.items()}

@@ -58,7 +58,7 @@ class FlashAttentionBackwardPostprocess:
         layout = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim_padded))
         sdQ = SmemAllocator().allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
         mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
-        acc = wgmma.make_accumulator(mma_dQ, config.dQ_mma_shape)
+        acc = wgmma.make_accumulator(mma_dQ, (config.tile_m, config.head_dim_padded))
         acc.fill(0.0)
         cute.arch.griddepcontrol_wait()
         if const_expr(extents.varlen):
@@ -70,8 +70,7 @@ class FlashAttentionBackwardPostprocess:
             cute.autovec_copy(source, fragment_registers(acc))
         acc.store(acc.load() * softmax_scale)
 
-        sdQ_mn = wgmma.transpose_view(sdQ) if config.swap_dQ else sdQ
-        tiled_copy, tRS_sdQ = wgmma.make_store_C(mma_dQ, sdQ_mn, tidx, transpose=config.swap_dQ)
+        tiled_copy, tRS_sdQ = wgmma.make_store_C(mma_dQ, sdQ, tidx, transpose=False)
         wgmma.store_C(tiled_copy, wgmma.to_operand_A(acc, self.dtype), tRS_sdQ)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()

@@ -606,12 +606,7 @@ class FlashAttentionBackwardSm90:
         mma_SdP = wgmma.make_tiled_mma_SdP(self.dtype, config)
         mma_dKV = wgmma.make_tiled_mma_dKV(self.dtype, config)
         mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
-        sKt = transpose_view(smem.sK)
-        gemm_dQ = (
-            Gemm.partition(mma_dQ, warpgroup_idx, sKt, smem.sdS)
-            if config.swap_dQ
-            else Gemm.partition(mma_dQ, warpgroup_idx, smem.sdS, sKt)
-        )
+        gemm_dQ = Gemm.partition(mma_dQ, warpgroup_idx, smem.sdS, transpose_view(smem.sK))
         store_dS, tRS_sdS = wgmma.make_store_C(mma_SdP, transpose_view(smem.sdS), tidx, transpose=True)
         return MmaContext(
             gemm_S=Gemm.partition(mma_SdP, warpgroup_idx, smem.sK, smem.sQ),
@@ -670,9 +665,8 @@ class FlashAttentionBackwardSm90:
         # of sdS is free again
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
-        # (4) dQ = dS K, or dQ^T = K^T dS^T
-        stage_A, stage_B = (None, stage_dS) if self.config.swap_dQ else (stage_dS, None)
-        acc_dQ = self.gemm_ss(context.gemm_dQ, self.config.dQ_mma_shape, stage_A, stage_B)
+        # (4) dQ = dS K
+        acc_dQ = self.gemm_ss(context.gemm_dQ, (self.config.tile_m, self.config.head_dim_padded), stage_dS, None)
         warpgroup.wait_group(1)
         rings.dO.arrive_empty(it)
         # (5) dK += dS^T Q

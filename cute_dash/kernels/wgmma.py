@@ -64,19 +64,16 @@ def make_tiled_mma_dKV(dtype, config: BwdConfig) -> cute.TiledMma:
 
 
 def make_tiled_mma_dQ(dtype, config: BwdConfig) -> cute.TiledMma:
-    """dQ = dS K, or, where 64 does not divide tile_m, dQ^T = K^T dS^T: `config.dQ_mma_shape`.
-
-    The warpgroups split the M mode if it has 64 rows for each, else the N mode.
-    """
-    rows, columns = config.dQ_mma_shape
+    """dQ = dS K, (tile_m, head_dim): the warpgroups split the M mode if it has 64 rows for each, else the N mode."""
+    rows, columns = config.tile_m, config.head_dim_padded
     num_warpgroups = config.num_mma_warpgroups
     split_rows = rows % (64 * num_warpgroups) == 0
     atom_layout = (num_warpgroups, 1, 1) if split_rows else (1, num_warpgroups, 1)
     return make_trivial_tiled_mma(
         dtype,
         dtype,
-        MN_MAJOR if config.swap_dQ else K_MAJOR,
-        K_MAJOR if config.swap_dQ else MN_MAJOR,
+        K_MAJOR,
+        MN_MAJOR,
         Float32,
         atom_layout_mnk=atom_layout,
         tiler_mn=(64, columns if split_rows else columns // num_warpgroups),

@@ -105,7 +105,7 @@ every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"h
 def expected_hgmma_shapes(config: BwdConfig) -> Counter[tuple[int, int, int]]:
     """(M, N, K) of the warpgroup MMAs that one warpgroup issues for one step, K = 16 for 16-bit operands."""
     num_warpgroups = config.tile_n // 64
-    rows, columns = config.dQ_mma_shape
+    rows, columns = config.tile_m, config.head_dim_padded
     if rows >= 64 * num_warpgroups:
         rows //= num_warpgroups
     else:
