@@ -33,7 +33,7 @@ def list_configs() -> dict[str, BwdConfig]:
     for head_dim in TUNED_HEAD_DIMS:
         full, causal = get_config(head_dim, False), get_config(head_dim, True)
         if list_parts(full) == list_parts(causal):
-            labels[f"hd{head_dim}, both masks"] = causal
+            labels[f"hd{head_dim}, all masks"] = causal
         else:
             labels |= {f"hd{head_dim} causal": causal, f"hd{head_dim} full": full}
     return labels
