@@ -131,13 +131,18 @@ def _check(
     validation.check_scale(softmax_scale)
     window_size = validation.check_window_size(window_size)
     concrete = validation.resolve_schedule(spec, q, k, causal, window_size)
-    checked = _Checked(
-        1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
-        ScheduleRecord(schedule, concrete.name, concrete.version, concrete),
-        all(_strides_fit(x) for x in tensors[:5]),
-    )
+    checked = _conclude(tensors, softmax_scale, schedule, concrete)
     _remember(_checked, key, checked)
     return checked
+
+
+def _conclude(tensors: tuple[Tensor, ...], softmax_scale: float | None, requested: str, concrete: Schedule) -> _Checked:
+    """What `_check` returns for arguments that are good."""
+    return _Checked(
+        1.0 / math.sqrt(tensors[0].shape[-1]) if softmax_scale is None else softmax_scale,
+        ScheduleRecord(requested, concrete.name, concrete.version, concrete),
+        all(_strides_fit(x) for x in tensors[:5]),
+    )
 
 
 class _Lengths(NamedTuple):
@@ -191,12 +196,7 @@ def _check_varlen(
         window_size = validation.check_window_size(window_size)
         longest = validation.get_longest_shape(q, k, max_seqlens, causal, window_size)
         concrete = validation.resolve_varlen_schedule(spec, longest, (len(q), len(k)), len(cu_seqlens[0]) - 1)
-        checked = _CheckedVarlen(
-            1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
-            ScheduleRecord(schedule, concrete.name, concrete.version, concrete),
-            all(_strides_fit(x) for x in tensors[:5]),
-            longest,
-        )
+        checked = _CheckedVarlen(*_conclude(tensors, softmax_scale, schedule, concrete), longest)
         _remember(_checked_varlen, key, checked)
     if q.device.type == "cpu":
         validation.check_lengths(cu_seqlens, max_seqlens, (len(q), len(k)))

@@ -144,7 +144,7 @@ def _round_pair(low: Float32, high: Float32, dtype) -> Int32:
     """Two fp32 values rounded to nearest even and packed.
 
     In PTX, because LLVM converts ordinary values a second time where they are used a second time, which keeps the fp32
-    tile alive across the GEMMs: 40 registers that the 80-row tile does not have (ptxas then serializes every wgmma).
+    tile alive across the GEMMs: 40 registers at a Q tile of 80 rows, for which ptxas then serialized every wgmma.
     """
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     return cute.arch.inline_ptx(
