@@ -11,7 +11,6 @@ num_heads, seqlen_q), of the varlen functions (num_heads, total_q), fp32, natura
 fills for dropout only, is empty.
 """
 
-import numbers
 from typing import cast
 
 from torch import Tensor
@@ -244,10 +243,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 def _check_options(dropout_p: float, alibi_slopes: Tensor | None, deterministic: bool, return_attn_probs: bool) -> None:
     """The options of flash-attn that `cute_dash.flash_attn_func` does not have."""
-    if not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"{dropout_p=} is a {type(dropout_p).__name__}; allowed: 0.0")
-    if dropout_p != 0:
-        raise ValueError(f"{dropout_p=}: dropout is not supported; allowed: 0.0")
+    validation.check_dropout(dropout_p)
     if alibi_slopes is not None:
         raise ValueError(f"alibi_slopes is a {type(alibi_slopes).__name__}: ALiBi is not supported; allowed: None")
     validation.check_flag("deterministic", deterministic)

@@ -21,7 +21,7 @@ import torch.nn.attention
 from torch import Tensor
 from torch.library import Library
 
-from cute_dash import interface
+from cute_dash import interface, validation
 
 IMPLEMENTATION = "cute-dash"
 
@@ -72,8 +72,7 @@ def _forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """What `aten::_scaled_dot_product_flash_attention` returns; state of a random generator is not needed and 0."""
-    if dropout_p != 0:
-        raise ValueError(f"{dropout_p=}: dropout is not supported; allowed: 0.0")
+    validation.check_dropout(dropout_p)
     if return_debug_mask:
         raise ValueError(f"{return_debug_mask=} is not supported; allowed: False")
     if is_causal and query.shape[-2] != key.shape[-2]:

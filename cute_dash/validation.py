@@ -51,6 +51,14 @@ def check_scale(softmax_scale: float | None) -> None:
         )
 
 
+def check_dropout(dropout_p: float) -> None:
+    """0: no other value is supported by the interfaces that have the argument."""
+    if not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"{dropout_p=} is a {type(dropout_p).__name__}; allowed: 0.0")
+    if dropout_p != 0:
+        raise ValueError(f"{dropout_p=}: dropout is not supported; allowed: 0.0")
+
+
 def check_flag(name: str, flag: bool) -> None:
     if not isinstance(flag, bool):
         raise TypeError(f"{name}={flag!r} is a {type(flag).__name__}; allowed: True or False")
