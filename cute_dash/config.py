@@ -14,8 +14,6 @@ SUPPORTED_HEAD_DIMS = range(32, 129, 8)  # TMA wants strides in multiples of 16 
 ALLOWED_HEAD_DIMS = "multiples of 8 from 32 to 128"  # the same, in messages
 TUNED_HEAD_DIMS = (64, 128)  # of the tiles; the others are padded to the next one of these, in shared memory only
 STATS_COLUMNS = 8  # bf16 values per query of the statistics operand: 16 bytes, one row of a wgmma core matrix
-CONVERT_PIECE = 1024  # fp32 elements of dQ that are converted at a time: 16 columns of a warpgroup's accumulator
-CONVERT_STAGES = 4  # pieces on their way from global memory
 NUM_DS_STAGES = 2  # dS of one step is written while that of the step before is read
 REGISTERS_PER_LANE = 504  # of the warpgroups together: a CTA of 384 threads starts with 168 for each
 SMEM_CAPACITY_BYTES = 227 * 1024  # per CTA on sm_90
@@ -134,10 +132,9 @@ class BwdConfig:
         kv = 2 * kv_elements * element
         ds = NUM_DS_STAGES * self.tile_m * self.tile_n * element
         dq = q_elements * fp32
-        convert = q_elements * element + CONVERT_STAGES * CONVERT_PIECE * fp32 if self.fuse_dQ else 0
-        barriers = 384 if self.fuse_dQ else 256
+        barriers = 256
         head = barriers + self.ones_size * element + self.num_stages * self.stats_size * fp32
-        return q_do + kv + ds + dq + convert + (head + 1023) // 1024 * 1024
+        return q_do + kv + ds + dq + (head + 1023) // 1024 * 1024
 
 
 @lru_cache
@@ -148,10 +145,17 @@ def get_config(head_dim: int, causal: bool, local: bool = False) -> BwdConfig:
         ValueError: unsupported head dim, naming what is allowed; causal and local at once.
     """
     if head_dim <= 64:
-        # converting dQ takes more registers than a producer warp otherwise needs; the GEMMs leave them
         return BwdConfig(
             head_dim, causal, 128, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True, local=local
         )
     return BwdConfig(
-        head_dim, causal, 64, tile_n=128, num_mma_regs=232, num_producer_regs=40, stats_by_gemm=True, local=local
+        head_dim,
+        causal,
+        64,
+        tile_n=128,
+        num_mma_regs=232,
+        num_producer_regs=40,
+        stats_by_gemm=True,
+        fuse_dQ=True,
+        local=local,
     )

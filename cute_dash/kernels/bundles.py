@@ -74,10 +74,10 @@ class Smem(NamedTuple):
     sdS: cute.Tensor  # (tile_m, tile_n, num_stages)
     sStats: cute.Tensor  # (stats_size, num_stages), see `stats`
     sOnes: cute.Tensor | None  # (ones_size,), see `stats`
-    sdQ: cute.Tensor  # (tile_m * head_dim_padded / num_warpgroups, num_warpgroups), fp32 in register order
+    sdQaccum: cute.Tensor  # (tile_m * head_dim_padded / num_warpgroups, num_warpgroups), fp32 in register order
+    sdQ: cute.Tensor  # (piece rows, piece columns, num_warpgroups), over sdQaccum: finished dQ
     sWork: cute.Tensor  # (NUM_WORK_STAGES,) claimed work indices
-    sPieces: cute.Tensor | None  # (CONVERT_PIECE, CONVERT_STAGES) of dQaccum on their way to being converted
-    sdQ_out: cute.Tensor | None  # (tile_m, head_dim_padded) converted dQ
+    sDuty: cute.Tensor  # (1,) what the MMA warpgroups do with the dQ partial of the step
 
 
 class Rings(NamedTuple):
@@ -85,5 +85,4 @@ class Rings(NamedTuple):
     dO: Ring
     KV: Ring
     work: Ring
-    done: Ring
-    pieces: Ring
+    sums: cute.Pointer  # an mbarrier for each store warp

@@ -14,8 +14,10 @@ Warp roles of a CTA (4 producer warps, then the consumer warpgroups, each with 6
     STORE_DQ_EVEN/ODD   take turns on the steps: wait for the tile's turn, add the staged dQ partial, pass the turn on.
                         One warp alone cannot: completion, fence and flag of one step must hide behind the next step.
                         Whoever adds last for a work tile claims the next one, and EVEN after a tile without steps
-    CONVERT_DQ          converts the dQ tiles that this CTA completes to the output dtype
     MMA warpgroups      everything above, then dK and dV
+
+The last to add to a dQ tile finishes it: the store warp brings the sum so far into the staging buffer, the MMA warpgroups
+add theirs, scale and round, and what leaves is a dQ tile in the output dtype.
 
 Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
 
@@ -23,10 +25,10 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
     ring_dO  LOAD -> MMA     full: dO bytes             empty: each MMA warp after (3)
     ring_KV  LOAD -> MMA     full: K and V bytes        empty: one MMA warp, when dK and dV have left sK and sV
     ring_work STORE_DQ -> all  full: a work index       empty: each reading warp
-    ring_done STORE_DQ -> CONVERT_DQ  full: a step's addition is complete   empty: seen
-    ring_pieces               CONVERT_DQ's own: pieces of the completed dQaccum tile
-    dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial is staged
-    dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer has been read
+    sums[parity]                a store warp's own: the sum so far has arrived
+    dQFree[parity]              store warp -> the other one, of this parity: the staging buffer has been read
+    dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer is theirs, and `sDuty` says what for
+    dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial, or of dQ, is staged
 
 The tiles have head_dim_padded columns, 64 or 128. Where head_dim is less, the TMA loads zeros for the columns beyond it,
 which add nothing to S and dP, and leaves out those of dQ, dK and dV when it stores.
@@ -47,6 +49,7 @@ Everything the schedule decides is asked of `self.schedule` through the protocol
 Sources: FlashAttention-2 and -3 papers (tiling, warp specialization), DASH (arXiv 2601.21824; order as a schedule).
 """
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import cutlass
@@ -55,10 +58,9 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_dash.config import CONVERT_PIECE, CONVERT_STAGES, NUM_DS_STAGES, BwdConfig
+from cute_dash.config import NUM_DS_STAGES, BwdConfig
 from cute_dash.kernels import debug, mask, semaphore, varlen, wgmma
 from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms, map_rows
-from cute_dash.kernels.convert_dq import DQConverter
 from cute_dash.kernels.copy import (
     bulk_add_f32,
     bulk_store,
@@ -71,12 +73,13 @@ from cute_dash.kernels.extents import Extents
 from cute_dash.kernels.pipeline import Ring, make_ring
 from cute_dash.kernels.roles import (
     NUM_PRODUCER_WARPS,
+    NUM_WORKING_PRODUCER_WARPS,
     WARP_THREADS,
     WARPGROUP_THREADS,
     NamedBarrierBwd,
     WarpRole,
 )
-from cute_dash.kernels.stats import make_stats
+from cute_dash.kernels.stats import LOG2_E, make_stats
 from cute_dash.kernels.varlen import Sequence
 from cute_dash.kernels.wgmma import Gemm, issue_gemm, make_accumulator, stage_of, transpose_view
 from cute_dash.kernels.workspace import get_first_tile
@@ -84,7 +87,21 @@ from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, WorkTile
 
 NUM_WORK_STAGES = 4
-NUM_DONE_STAGES = 8
+
+
+class DQDuty(IntEnum):
+    """What the MMA warpgroups do with their dQ partial; `sDuty` holds one."""
+
+    STAGE = 0  # others add after this CTA: as it is, in fp32
+    FINISH = 1  # the last: add the sum so far, then scale and round
+    FINISH_ALONE = 2  # the only one: scale and round
+
+
+class Turn(NamedTuple):
+    """A work tile's place in the accumulation order of a dQ tile."""
+
+    lock_value: Int32
+    is_last: Boolean
 
 
 class MmaContext(NamedTuple):
@@ -99,9 +116,11 @@ class MmaContext(NamedTuple):
     store_dS: cute.TiledCopy
     tRS_sdS: cute.Tensor
     tdQsdQ: cute.Tensor
+    store_dQ: cute.TiledCopy
+    tRS_sdQ: cute.Tensor
     tidx: Int32
     warpgroup_idx: Int32
-    softmax_scale_log2: Float32
+    softmax_scale: Float32
 
 
 class FlashAttentionBackwardSm90:
@@ -113,7 +132,6 @@ class FlashAttentionBackwardSm90:
         self.schedule = schedule
         self.debug = debug
         self.fuse_dQ = config.fuse_dQ and schedule.ordered
-        self.converter = DQConverter(config, dtype)
         self.stats = make_stats(config)
         self.num_mma_warps = 4 * config.num_mma_warpgroups
         self.num_mma_threads = WARPGROUP_THREADS * config.num_mma_warpgroups
@@ -148,7 +166,9 @@ class FlashAttentionBackwardSm90:
         atom_dV, mdV = cpasync.make_tiled_tma_atom(store, gmem.mdV, layout_kv, tile_kv)
         atom_dQ, mdQ = None, None
         if const_expr(self.fuse_dQ):
-            atom_dQ, mdQ = cpasync.make_tiled_tma_atom(store, gmem.mdQ, layout_q, tile_q)
+            tile_dQ = wgmma.get_dQ_piece(config)
+            layout_dQ = wgmma.make_smem_layout(self.dtype, tile_dQ)
+            atom_dQ, mdQ = cpasync.make_tiled_tma_atom(store, gmem.mdQ, layout_dQ, tile_dQ)
         self.kernel(
             gmem._replace(mQ=mQ, mK=mK, mV=mV, mdO=mdO, mdK=mdK, mdV=mdV, mdQ=mdQ),
             TmaAtoms(atom_Q, atom_K, atom_V, atom_dO, atom_dK, atom_dV, atom_dQ),
@@ -178,9 +198,9 @@ class FlashAttentionBackwardSm90:
             ring_dO: cute.struct.MemRange[Int64, 2 * stages]
             ring_KV: cute.struct.MemRange[Int64, 2]
             ring_work: cute.struct.MemRange[Int64, 2 * NUM_WORK_STAGES]
-            ring_done: cute.struct.MemRange[Int64, 2 * NUM_DONE_STAGES if self.fuse_dQ else 0]
-            ring_pieces: cute.struct.MemRange[Int64, 2 * CONVERT_STAGES if self.fuse_dQ else 0]
+            sums: cute.struct.MemRange[Int64, 2]
             sWork: cute.struct.MemRange[Int32, NUM_WORK_STAGES]
+            sDuty: cute.struct.MemRange[Int32, 1]
             sOnes: tile(BFloat16, config.ones_size, 128)
             sStats: tile(Float32, config.stats_size * stages, 128)
             sQ: tile(element, config.tile_m * config.head_dim_padded * stages)
@@ -189,8 +209,6 @@ class FlashAttentionBackwardSm90:
             sV: tile(element, config.tile_n * config.head_dim_padded)
             sdS: tile(element, config.tile_m * config.tile_n * NUM_DS_STAGES)
             sdQ: tile(Float32, config.tile_m * config.head_dim_padded)
-            sPieces: tile(Float32, CONVERT_PIECE * CONVERT_STAGES if self.fuse_dQ else 0)
-            sdQ_out: tile(element, config.tile_m * config.head_dim_padded if self.fuse_dQ else 0)
 
         return SharedStorage
 
@@ -207,8 +225,7 @@ class FlashAttentionBackwardSm90:
             make_ring(storage.ring_dO.data_ptr(), config.num_stages),
             make_ring(storage.ring_KV.data_ptr(), 1),
             make_ring(storage.ring_work.data_ptr(), NUM_WORK_STAGES),
-            make_ring(storage.ring_done.data_ptr(), NUM_DONE_STAGES),
-            make_ring(storage.ring_pieces.data_ptr(), CONVERT_STAGES),
+            storage.sums.data_ptr(),
         )
         if warp_idx == WarpRole.LOAD:
             for atom in atoms:
@@ -218,11 +235,9 @@ class FlashAttentionBackwardSm90:
                 rings.Q.init(1, self.num_mma_warps)
                 rings.dO.init(1, self.num_mma_warps)
                 rings.KV.init(1, 1)
-                # all warps read the claims, the converting one only if there is something to convert
-                rings.work.init(1, self.num_mma_warps + (4 if self.fuse_dQ else 3))
-                if const_expr(self.fuse_dQ):
-                    rings.done.init(1, 1)
-                    rings.pieces.init(1, 1)
+                rings.work.init(1, self.num_mma_warps + NUM_WORKING_PRODUCER_WARPS)
+                for parity in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(rings.sums + parity, 1)
             cute.arch.mbarrier_init_fence()
         if const_expr(config.stats_by_gemm):
             tidx = cute.arch.thread_idx()[0]
@@ -236,10 +251,7 @@ class FlashAttentionBackwardSm90:
             if warp_idx == WarpRole.LOAD:
                 self.load_warp(gmem, atoms, extents, smem, rings)
             if warp_idx == WarpRole.STORE_DQ_EVEN or warp_idx == WarpRole.STORE_DQ_ODD:
-                self.store_dQ_warp(gmem, extents, smem, rings, warp_idx - WarpRole.STORE_DQ_EVEN)
-            if const_expr(self.fuse_dQ):
-                if warp_idx == WarpRole.CONVERT_DQ:
-                    self.convert_dQ_warp(gmem, atoms, extents, smem, rings, softmax_scale)
+                self.store_dQ_warp(gmem, atoms, extents, smem, rings, warp_idx - WarpRole.STORE_DQ_EVEN)
         else:
             cute.arch.setmaxregister_increase(config.num_mma_regs)
             self.mma_warpgroup(gmem, atoms, extents, smem, rings, softmax_scale)
@@ -250,13 +262,14 @@ class FlashAttentionBackwardSm90:
         layout_q = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim_padded), stages)
         layout_kv = wgmma.make_smem_layout(self.dtype, (config.tile_n, config.head_dim_padded))
         layout_dS = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.tile_n), NUM_DS_STAGES)
-        sOnes, sPieces, sdQ_out = None, None, None
+        sOnes = None
         if config.stats_by_gemm:
             sOnes = storage.sOnes.get_tensor(cute.make_layout(config.ones_size))
-        if self.fuse_dQ:
-            layout_dQ = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim_padded))
-            sPieces = storage.sPieces.get_tensor(cute.make_layout((CONVERT_PIECE, CONVERT_STAGES)))
-            sdQ_out = storage.sdQ_out.get_tensor(layout_dQ.outer, swizzle=layout_dQ.inner)
+        num_warpgroups = config.num_mma_warpgroups
+        rows, columns = wgmma.get_dQ_piece(config)
+        layout_dQ = wgmma.make_smem_layout(self.dtype, (rows, columns))
+        # dQ pieces lie over the fp32 ones of their warpgroup, which take twice the bytes
+        layout_dQ_outer = cute.append(layout_dQ.outer, cute.make_layout(num_warpgroups, stride=2 * rows * columns))
         return Smem(
             sQ=storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             sK=storage.sK.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
@@ -265,10 +278,10 @@ class FlashAttentionBackwardSm90:
             sdS=storage.sdS.get_tensor(layout_dS.outer, swizzle=layout_dS.inner),
             sStats=storage.sStats.get_tensor(cute.make_layout((config.stats_size, stages))),
             sOnes=sOnes,
-            sdQ=storage.sdQ.get_tensor(cute.make_layout((self.dQ_values, config.num_mma_warpgroups))),
+            sdQaccum=storage.sdQ.get_tensor(cute.make_layout((self.dQ_values, num_warpgroups))),
+            sdQ=storage.sdQ.get_tensor(layout_dQ_outer, swizzle=layout_dQ.inner, dtype=self.dtype),
             sWork=storage.sWork.get_tensor(cute.make_layout(NUM_WORK_STAGES)),
-            sPieces=sPieces,
-            sdQ_out=sdQ_out,
+            sDuty=storage.sDuty.get_tensor(cute.make_layout(1)),
         )
 
     def make_shape(self, extents: Extents) -> ProblemShape:
@@ -400,15 +413,16 @@ class FlashAttentionBackwardSm90:
     # ---- STORE_DQ --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def store_dQ_warp(self, gmem: Gmem, extents: Extents, smem: Smem, rings: Rings, parity: Int32):
+    def store_dQ_warp(self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings, parity: Int32):
         """One of the two store warps: handles the steps whose running number has this parity."""
         # the preprocess kernel resets the semaphores and the claim counter, and may zero dQaccum for bulk additions
         cute.arch.griddepcontrol_wait()
         cute.arch.fence_proxy("async.global")
-        it, work_it = Int32(0), Int32(0)
+        it, work_it, num_sums = Int32(0), Int32(0), Int32(0)
         if parity == 0:
-            self.release_dQ_buffer()
             self.publish_claim(gmem, extents, smem, rings.work, work_it)
+        else:
+            self.release_dQ_buffer(parity)
         work_idx = self.next_work(smem, rings.work, work_it)
         while work_idx < self.get_num_work(extents):
             own_gmem, own_extents, own_idx = self.enter_work(gmem, extents, work_idx)
@@ -418,17 +432,23 @@ class FlashAttentionBackwardSm90:
             for member in cutlass.range(shape.group_size, unroll=1):
                 for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
                     q_tile = self.get_q_tile(step, member, tile, shape)
-                    self.wait_turn(own_gmem, own_extents, q_tile, tile)
-                    self.add_dQ(own_gmem, own_extents, smem, parity, q_tile, tile)
+                    turn = self.get_turn(q_tile, tile, shape)
+                    self.take_dQ_buffer(parity)
+                    num_sums = self.hand_dQ_buffer(
+                        own_gmem, own_extents, smem, rings, parity, q_tile, tile, turn, num_sums
+                    )
+                    self.send_dQ(own_gmem, atoms, own_extents, smem, parity, q_tile, tile, turn)
                     if (step == num_steps - 1) & (member == shape.group_size - 1):
                         self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
-                    self.finish_dQ(own_gmem, own_extents, rings.done, q_tile, tile.n_block, it + step)
+                    self.finish_dQ(own_gmem, own_extents, parity, q_tile, tile.n_block, turn)
                 it += num_steps
             if const_expr(self.config.local):
                 if num_steps == 0 and parity == 0:
                     self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
+        if parity == it & 1:
+            self.take_dQ_buffer(parity)  # the last release, so that the barrier ends balanced
 
     @cute.jit
     def publish_claim(self, gmem: Gmem, extents: Extents, smem: Smem, ring: Ring, work_it: Int32):
@@ -459,20 +479,72 @@ class FlashAttentionBackwardSm90:
         num_work_tiles = self.make_shape(extents.make_sequence(sequence.seqlen_q, sequence.seqlen_k)).num_work_tiles
         return (work_idx < self.get_num_work(extents)) & ((own_idx >= num_work_tiles) | (sequence.seqlen_q == 0))
 
+    def get_turn(self, q_tile: QTile, tile: WorkTile, shape: ProblemShape) -> Turn:
+        """The place of `tile` in the order of dQ tile `q_tile`; without an order nobody is first or last."""
+        if not self.schedule.ordered:
+            return Turn(Int32(-1), Boolean(False))
+        lock_value = self.schedule.get_lock_value(q_tile.m_block, tile, shape)
+        is_last = lock_value == self.schedule.get_lock_count(q_tile.m_block, tile, shape) - 1
+        return Turn(Int32(lock_value), Boolean(is_last))
+
     @cute.jit
-    def wait_turn(self, gmem: Gmem, extents: Extents, q_tile: QTile, tile: WorkTile):
-        """Waits until it is the turn of `tile` on dQ tile `q_tile`."""
-        if const_expr(self.schedule.ordered):
-            lock_value = self.schedule.get_lock_value(q_tile.m_block, tile, self.make_shape(extents))
-            counter = self.semaphore_of(gmem, extents, q_tile)
+    def hand_dQ_buffer(
+        self,
+        gmem: Gmem,
+        extents: Extents,
+        smem: Smem,
+        rings: Rings,
+        parity: Int32,
+        q_tile: QTile,
+        tile: WorkTile,
+        turn: Turn,
+        num_sums: Int32,
+    ) -> Int32:
+        """Gives the free staging buffer to the MMA warpgroups, to the last of an order with the sum so far in it.
+
+        Returns the number of sums that this warp has loaded.
+        """
+        if const_expr(self.fuse_dQ):
+            duty = Int32(DQDuty.STAGE.value)
+            if turn.is_last:
+                duty = Int32(DQDuty.FINISH_ALONE.value)
+                if turn.lock_value > 0:
+                    duty = Int32(DQDuty.FINISH.value)
+                    self.wait_turn(gmem, extents, q_tile, tile, turn.lock_value)
+                    self.load_sum(gmem, smem, rings.sums + parity, q_tile)
+                    cute.arch.mbarrier_wait(rings.sums + parity, num_sums & 1)
+                    num_sums += 1
             if cute.arch.lane_idx() == 0:
-                if const_expr(self.debug):
-                    seen = semaphore.wait_turn_bounded(counter, lock_value)
-                    if seen != lock_value:
-                        debug.report_stuck(gmem, tile, q_tile, lock_value, seen)
-                else:
-                    semaphore.wait_turn(counter, lock_value)
+                smem.sDuty[0] = duty
             cute.arch.sync_warp()
+        for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
+            cute.arch.barrier_arrive(
+                barrier_id=NamedBarrierBwd.dQ_empty(warpgroup_idx),
+                number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
+            )
+        return num_sums
+
+    @cute.jit
+    def load_sum(self, gmem: Gmem, smem: Smem, barrier: cute.Pointer, q_tile: QTile):
+        """Starts the copy of what has been added to a dQ tile into the staging buffer."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.num_mma_warpgroups * self.dQ_values * 4)
+        for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
+            gSum = gmem.mdQaccum[None, warpgroup_idx, q_tile.m_block, q_tile.stream]
+            copy_vector(gSum, smem.sdQaccum[None, warpgroup_idx], barrier)
+
+    @cute.jit
+    def wait_turn(self, gmem: Gmem, extents: Extents, q_tile: QTile, tile: WorkTile, lock_value: Int32):
+        """Waits until it is the turn of `tile` on dQ tile `q_tile`."""
+        counter = self.semaphore_of(gmem, extents, q_tile)
+        if cute.arch.lane_idx() == 0:
+            if const_expr(self.debug):
+                seen = semaphore.wait_turn_bounded(counter, lock_value)
+                if seen != lock_value:
+                    debug.report_stuck(gmem, tile, q_tile, lock_value, seen)
+            else:
+                semaphore.wait_turn(counter, lock_value)
+        cute.arch.sync_warp()
 
     def semaphore_of(self, gmem: Gmem, extents: Extents, q_tile: QTile) -> cute.Pointer:
         """The turnstile of a dQ tile."""
@@ -480,89 +552,91 @@ class FlashAttentionBackwardSm90:
         return gmem.mSemaphore.iterator + (q_tile.stream * num_m_blocks + q_tile.m_block)
 
     @cute.jit
-    def add_dQ(self, gmem: Gmem, extents: Extents, smem: Smem, parity: Int32, q_tile: QTile, tile: WorkTile):
-        """Starts adding the staged dQ partial to dQ tile `q_tile`, when all warpgroups have staged theirs."""
-        shape = self.make_shape(extents)
-        num_bytes = self.dQ_values * 4
+    def send_dQ(
+        self,
+        gmem: Gmem,
+        atoms: TmaAtoms,
+        extents: Extents,
+        smem: Smem,
+        parity: Int32,
+        q_tile: QTile,
+        tile: WorkTile,
+        turn: Turn,
+    ):
+        """Starts adding the staged dQ partial to dQ tile `q_tile`, or storing the finished tile."""
+        if const_expr(self.schedule.ordered):
+            if not (self.fuse_dQ & turn.is_last):
+                self.wait_turn(gmem, extents, q_tile, tile, turn.lock_value)
         for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
             cute.arch.barrier(
                 barrier_id=NamedBarrierBwd.dQ_full(warpgroup_idx, parity),
                 number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
             )
-            if cute.arch.lane_idx() == 0:
-                source = smem.sdQ[None, warpgroup_idx].iterator
-                target = gmem.mdQaccum[None, warpgroup_idx, q_tile.m_block, q_tile.stream].iterator
-                if const_expr(self.schedule.ordered):
-                    if self.schedule.get_lock_value(q_tile.m_block, tile, shape) == 0:
-                        bulk_store(source, target, num_bytes)
-                    else:
-                        bulk_add_f32(source, target, num_bytes)
+            if const_expr(self.fuse_dQ):
+                if turn.is_last:
+                    self.store_piece(gmem, atoms, smem, q_tile, tile.batch_idx, warpgroup_idx)
                 else:
-                    bulk_add_f32(source, target, num_bytes)
-                cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def finish_dQ(self, gmem: Gmem, extents: Extents, ring_done: Ring, q_tile: QTile, n_block: Int32, it: Int32):
-        """Gives the staging buffer back, waits for the addition to be complete and passes the turn on."""
-        lane_idx = cute.arch.lane_idx()
-        if lane_idx == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        self.release_dQ_buffer()
-        if lane_idx == 0:
-            cute.arch.cp_async_bulk_wait_group(0)
-            if const_expr(self.debug):
-                debug.record_addition(gmem, q_tile, n_block)
-            if const_expr(self.schedule.ordered):
-                semaphore.release_turn(self.semaphore_of(gmem, extents, q_tile))
+                    self.add_piece(gmem, smem, q_tile, warpgroup_idx, turn.lock_value)
             else:
-                cute.arch.fence_proxy("async.global")  # the postprocess kernel reads through the generic proxy
-        if const_expr(self.fuse_dQ):
-            ring_done.wait_empty(it)
-            if lane_idx == 0:
-                ring_done.arrive_full(it)
+                self.add_piece(gmem, smem, q_tile, warpgroup_idx, turn.lock_value)
 
     @cute.jit
-    def release_dQ_buffer(self):
-        """Tells the MMA warpgroups that the staging buffer may be overwritten."""
-        for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
-            cute.arch.barrier_arrive(
-                barrier_id=NamedBarrierBwd.dQ_empty(warpgroup_idx),
-                number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
-            )
-
-    # ---- CONVERT_DQ ------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def convert_dQ_warp(
-        self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings, softmax_scale: Float32
+    def store_piece(
+        self, gmem: Gmem, atoms: TmaAtoms, smem: Smem, q_tile: QTile, batch_idx: Int32, warpgroup_idx: cutlass.Constexpr
     ):
-        """Converts the dQ tiles that this CTA adds to last, in the shadow of the GEMMs.
+        """Stores a warpgroup's piece of dQ; rows beyond seqlen_q are clipped by the TMA."""
+        piece = wgmma.get_dQ_piece(self.config)
+        gdQ = cute.local_tile(
+            gmem.mdQ[None, None, q_tile.head_idx, batch_idx],
+            piece,
+            wgmma.locate_dQ_piece(self.config, q_tile.m_block, warpgroup_idx),
+        )
+        tdQsdQ, tdQgdQ = partition_tma(atoms.dQ, smem.sdQ[None, None, warpgroup_idx], gdQ)
+        cute.copy(atoms.dQ, tdQsdQ, tdQgdQ)
+        cute.arch.cp_async_bulk_commit_group()
 
-        It follows the steps of the store warps; a step whose lock value is the last of its order completes a tile.
-        """
-        it, work_it = Int32(0), Int32(0)
-        work_idx = self.next_work(smem, rings.work, work_it)
-        while work_idx < self.get_num_work(extents):
-            own_gmem, own_extents, own_idx = self.enter_work(gmem, extents, work_idx)
-            shape = self.make_shape(own_extents)
-            tile = self.schedule.get_work_tile(own_idx, shape)
-            for member in cutlass.range(shape.group_size, unroll=1):
-                for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
-                    q_tile = self.get_q_tile(step, member, tile, shape)
-                    rings.done.wait_full(it)
-                    rings.done.arrive_empty(it)
-                    last = self.schedule.get_lock_count(q_tile.m_block, tile, shape) - 1
-                    if self.schedule.get_lock_value(q_tile.m_block, tile, shape) == last:
-                        # the additions were made by the async proxy and are read by it
-                        cute.arch.fence_proxy("async.global")
-                        self.converter.convert_tile(
-                            own_gmem, atoms, smem, rings.pieces, q_tile, tile.batch_idx, softmax_scale
-                        )
-                    it += 1
-            work_it += 1
-            work_idx = self.next_work(smem, rings.work, work_it)
+    @cute.jit
+    def add_piece(self, gmem: Gmem, smem: Smem, q_tile: QTile, warpgroup_idx: cutlass.Constexpr, lock_value: Int32):
+        """Adds a warpgroup's piece to dQaccum; the first one stores, so that nothing needs to be zero."""
+        num_bytes = self.dQ_values * 4
+        if cute.arch.lane_idx() == 0:
+            source = smem.sdQaccum[None, warpgroup_idx].iterator
+            target = gmem.mdQaccum[None, warpgroup_idx, q_tile.m_block, q_tile.stream].iterator
+            if lock_value == 0:
+                bulk_store(source, target, num_bytes)
+            else:
+                bulk_add_f32(source, target, num_bytes)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def finish_dQ(self, gmem: Gmem, extents: Extents, parity: Int32, q_tile: QTile, n_block: Int32, turn: Turn):
+        """Passes the staging buffer on, waits for the addition to be complete and passes the turn on."""
+        lane_idx = cute.arch.lane_idx()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        self.release_dQ_buffer(parity)
+        if lane_idx == 0:
+            if const_expr(self.debug):
+                cute.arch.cp_async_bulk_wait_group(0)
+                debug.record_addition(gmem, q_tile, n_block)
+            if const_expr(not self.schedule.ordered):
+                cute.arch.cp_async_bulk_wait_group(0)
+                cute.arch.fence_proxy("async.global")  # the postprocess kernel reads through the generic proxy
+            elif const_expr(self.fuse_dQ):
+                if not turn.is_last:
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    semaphore.release_turn(self.semaphore_of(gmem, extents, q_tile))
+            else:
+                cute.arch.cp_async_bulk_wait_group(0)
+                semaphore.release_turn(self.semaphore_of(gmem, extents, q_tile))
+
+    def release_dQ_buffer(self, parity: Int32):
+        """Tells the other store warp that the staging buffer may be overwritten."""
+        cute.arch.barrier_arrive(barrier_id=NamedBarrierBwd.dQ_free(1 - parity), number_of_threads=2 * WARP_THREADS)
+
+    def take_dQ_buffer(self, parity: Int32):
+        """Waits until the other store warp has released the staging buffer."""
+        cute.arch.barrier(barrier_id=NamedBarrierBwd.dQ_free(parity), number_of_threads=2 * WARP_THREADS)
 
     # ---- MMA -------------------------------------------------------------------------------------------------------
 
@@ -596,8 +670,6 @@ class FlashAttentionBackwardSm90:
             self.epilogue_dKV(own_gmem, atoms, smem, rings.KV, context, acc_dK, acc_dV, tile, work_it)
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
-        # takes up the last release of the staging buffer, so that every barrier ends balanced
-        self.wait_dQ_buffer(context)
 
     def make_mma_context(self, smem: Smem, softmax_scale: Float32) -> MmaContext:
         config = self.config
@@ -608,6 +680,9 @@ class FlashAttentionBackwardSm90:
         mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
         gemm_dQ = Gemm.partition(mma_dQ, warpgroup_idx, smem.sdS, transpose_view(smem.sK))
         store_dS, tRS_sdS = wgmma.make_store_C(mma_SdP, transpose_view(smem.sdS), tidx, transpose=True)
+        mma_dQ_piece = wgmma.make_tiled_mma_dQ_piece(self.dtype, config)
+        sdQ_piece = smem.sdQ[None, None, warpgroup_idx]
+        store_dQ, tRS_sdQ = wgmma.make_store_C(mma_dQ_piece, sdQ_piece, tidx % WARPGROUP_THREADS, transpose=False)
         return MmaContext(
             gemm_S=Gemm.partition(mma_SdP, warpgroup_idx, smem.sK, smem.sQ),
             gemm_dP=Gemm.partition(mma_SdP, warpgroup_idx, smem.sV, smem.sdO),
@@ -618,11 +693,15 @@ class FlashAttentionBackwardSm90:
             store_dS=store_dS,
             tRS_sdS=tRS_sdS,
             tdQsdQ=fragment_slots(
-                smem.sdQ[None, warpgroup_idx].iterator, self.dQ_values // WARPGROUP_THREADS, tidx % WARPGROUP_THREADS
+                smem.sdQaccum[None, warpgroup_idx].iterator,
+                self.dQ_values // WARPGROUP_THREADS,
+                tidx % WARPGROUP_THREADS,
             ),
+            store_dQ=store_dQ,
+            tRS_sdQ=tRS_sdQ,
             tidx=tidx,
             warpgroup_idx=warpgroup_idx,
-            softmax_scale_log2=softmax_scale * 1.4426950408889634,
+            softmax_scale=softmax_scale,
         )
 
     @cute.jit
@@ -652,7 +731,7 @@ class FlashAttentionBackwardSm90:
         # P^T = exp2(scale * log2e * S^T - LSE * log2e)
         if shape.needs_mask(m_block, n_block):
             mask.apply_mask(acc_S, shape, m_block, n_block, context.tidx)
-        self.stats.softmax(acc_S, context.stats, stage, context.softmax_scale_log2)
+        self.stats.softmax(acc_S, context.stats, stage, context.softmax_scale * LOG2_E)
         rP = wgmma.to_operand_A(acc_S, self.dtype)
         # dS^T = P^T * (dP^T - dPsum)
         warpgroup.wait_group(0)
@@ -672,7 +751,7 @@ class FlashAttentionBackwardSm90:
         # (5) dK += dS^T Q
         issue_gemm(acc_dK, True, (context.gemm_dK.tiled_mma, rdS, stage_of(context.gemm_dK.tCrB, stage)))
         warpgroup.wait_group(1)
-        self.stage_dQ(context, acc_dQ, it)
+        self.stage_dQ(context, smem, acc_dQ, it)
         warpgroup.wait_group(0)
         rings.Q.arrive_empty(it)
 
@@ -686,10 +765,20 @@ class FlashAttentionBackwardSm90:
         return acc
 
     @cute.jit
-    def stage_dQ(self, context: MmaContext, acc_dQ: cute.Tensor, it: Int32):
-        """Hands this warpgroup's half of the dQ partial to the store warp of this step."""
-        self.wait_dQ_buffer(context)
-        cute.autovec_copy(fragment_registers(acc_dQ), context.tdQsdQ)
+    def stage_dQ(self, context: MmaContext, smem: Smem, acc_dQ: cute.Tensor, it: Int32):
+        """Hands this warpgroup's part of the dQ partial, or of the finished dQ tile, to the store warp of this step."""
+        cute.arch.barrier(
+            barrier_id=NamedBarrierBwd.dQ_empty(context.warpgroup_idx),
+            number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
+        )
+        if const_expr(self.fuse_dQ):
+            duty = cute.arch.make_warp_uniform(smem.sDuty[0])
+            if duty == DQDuty.STAGE.value:
+                cute.autovec_copy(fragment_registers(acc_dQ), context.tdQsdQ)
+            else:
+                self.finish_piece(context, acc_dQ, duty)
+        else:
+            cute.autovec_copy(fragment_registers(acc_dQ), context.tdQsdQ)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier_arrive(
             barrier_id=NamedBarrierBwd.dQ_full(context.warpgroup_idx, it & 1),
@@ -697,11 +786,19 @@ class FlashAttentionBackwardSm90:
         )
 
     @cute.jit
-    def wait_dQ_buffer(self, context: MmaContext):
-        cute.arch.barrier(
-            barrier_id=NamedBarrierBwd.dQ_empty(context.warpgroup_idx),
-            number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
-        )
+    def finish_piece(self, context: MmaContext, acc_dQ: cute.Tensor, duty: Int32):
+        """Stages this warpgroup's part of dQ = softmax_scale * (sum so far + partial), rounded."""
+        piece = fragment_registers(acc_dQ)
+        if duty == DQDuty.FINISH.value:
+            for i in cutlass.range_constexpr(cute.size(piece, mode=[1])):
+                sum_so_far = cute.make_rmem_tensor(4, Float32)
+                cute.autovec_copy(context.tdQsdQ[None, i], sum_so_far)
+                for j in cutlass.range_constexpr(4):
+                    piece[j, i] = piece[j, i] + sum_so_far[j]
+        acc_dQ.store(acc_dQ.load() * context.softmax_scale)
+        # every thread of the warpgroup has read its share of what now is overwritten
+        cute.arch.barrier(barrier_id=NamedBarrierBwd.dQ_sum(context.warpgroup_idx), number_of_threads=WARPGROUP_THREADS)
+        wgmma.store_C(context.store_dQ, wgmma.to_operand_A(acc_dQ, self.dtype), context.tRS_sdQ)
 
     @cute.jit
     def epilogue_dKV(

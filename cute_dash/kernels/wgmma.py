@@ -63,20 +63,40 @@ def make_tiled_mma_dKV(dtype, config: BwdConfig) -> cute.TiledMma:
     )
 
 
+def splits_dQ_rows(config: BwdConfig) -> bool:
+    """Whether the warpgroups split the rows of a dQ tile, 64 for each, or else its columns."""
+    return config.tile_m == 64 * config.num_mma_warpgroups
+
+
+def get_dQ_piece(config: BwdConfig) -> tuple[int, int]:
+    """Rows and columns of a dQ tile that one warpgroup computes."""
+    if splits_dQ_rows(config):
+        return 64, config.head_dim_padded
+    return config.tile_m, config.head_dim_padded // config.num_mma_warpgroups
+
+
+def locate_dQ_piece(config: BwdConfig, m_block: Int32, warpgroup_idx: Int32) -> tuple[Int32, Int32]:
+    """Where a warpgroup's piece of a dQ tile lies, counted in pieces."""
+    if splits_dQ_rows(config):
+        return config.num_mma_warpgroups * m_block + warpgroup_idx, 0
+    return m_block, warpgroup_idx
+
+
 def make_tiled_mma_dQ(dtype, config: BwdConfig) -> cute.TiledMma:
-    """dQ = dS K, (tile_m, head_dim): the warpgroups split the M mode if it has 64 rows for each, else the N mode."""
-    rows, columns = config.tile_m, config.head_dim_padded
+    """dQ = dS K, (tile_m, head_dim_padded), a piece for each warpgroup."""
     num_warpgroups = config.num_mma_warpgroups
-    split_rows = rows % (64 * num_warpgroups) == 0
-    atom_layout = (num_warpgroups, 1, 1) if split_rows else (1, num_warpgroups, 1)
+    return _make_mma_dQ(dtype, config, (num_warpgroups, 1, 1) if splits_dQ_rows(config) else (1, num_warpgroups, 1))
+
+
+def make_tiled_mma_dQ_piece(dtype, config: BwdConfig) -> cute.TiledMma:
+    """One warpgroup's part of dQ = dS K."""
+    return _make_mma_dQ(dtype, config, (1, 1, 1))
+
+
+def _make_mma_dQ(dtype, config: BwdConfig, atom_layout: tuple[int, int, int]) -> cute.TiledMma:
+    _, columns = get_dQ_piece(config)
     return make_trivial_tiled_mma(
-        dtype,
-        dtype,
-        K_MAJOR,
-        MN_MAJOR,
-        Float32,
-        atom_layout_mnk=atom_layout,
-        tiler_mn=(64, columns if split_rows else columns // num_warpgroups),
+        dtype, dtype, K_MAJOR, MN_MAJOR, Float32, atom_layout_mnk=atom_layout, tiler_mn=(64, columns)
     )
 
 
