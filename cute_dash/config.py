@@ -148,13 +148,15 @@ def get_config(head_dim: int, causal: bool, local: bool = False) -> BwdConfig:
         return BwdConfig(
             head_dim, causal, 128, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True, local=local
         )
+    # without a mask the schedules' arithmetic, the producers' work, is short enough
+    num_mma_regs, num_producer_regs = (232, 40) if causal or local else (240, 24)
     return BwdConfig(
         head_dim,
         causal,
         64,
         tile_n=128,
-        num_mma_regs=232,
-        num_producer_regs=40,
+        num_mma_regs=num_mma_regs,
+        num_producer_regs=num_producer_regs,
         stats_by_gemm=True,
         fuse_dQ=True,
         local=local,

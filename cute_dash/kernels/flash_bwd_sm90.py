@@ -116,8 +116,6 @@ class MmaContext(NamedTuple):
     store_dS: cute.TiledCopy
     tRS_sdS: cute.Tensor
     tdQsdQ: cute.Tensor
-    store_dQ: cute.TiledCopy
-    tRS_sdQ: cute.Tensor
     tidx: Int32
     warpgroup_idx: Int32
     softmax_scale: Float32
@@ -680,9 +678,6 @@ class FlashAttentionBackwardSm90:
         mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
         gemm_dQ = Gemm.partition(mma_dQ, warpgroup_idx, smem.sdS, transpose_view(smem.sK))
         store_dS, tRS_sdS = wgmma.make_store_C(mma_SdP, transpose_view(smem.sdS), tidx, transpose=True)
-        mma_dQ_piece = wgmma.make_tiled_mma_dQ_piece(self.dtype, config)
-        sdQ_piece = smem.sdQ[None, None, warpgroup_idx]
-        store_dQ, tRS_sdQ = wgmma.make_store_C(mma_dQ_piece, sdQ_piece, tidx % WARPGROUP_THREADS, transpose=False)
         return MmaContext(
             gemm_S=Gemm.partition(mma_SdP, warpgroup_idx, smem.sK, smem.sQ),
             gemm_dP=Gemm.partition(mma_SdP, warpgroup_idx, smem.sV, smem.sdO),
@@ -697,8 +692,6 @@ class FlashAttentionBackwardSm90:
                 self.dQ_values // WARPGROUP_THREADS,
                 tidx % WARPGROUP_THREADS,
             ),
-            store_dQ=store_dQ,
-            tRS_sdQ=tRS_sdQ,
             tidx=tidx,
             warpgroup_idx=warpgroup_idx,
             softmax_scale=softmax_scale,
@@ -776,7 +769,7 @@ class FlashAttentionBackwardSm90:
             if duty == DQDuty.STAGE.value:
                 cute.autovec_copy(fragment_registers(acc_dQ), context.tdQsdQ)
             else:
-                self.finish_piece(context, acc_dQ, duty)
+                self.finish_piece(context, smem, acc_dQ, duty)
         else:
             cute.autovec_copy(fragment_registers(acc_dQ), context.tdQsdQ)
         cute.arch.fence_view_async_shared()
@@ -786,7 +779,7 @@ class FlashAttentionBackwardSm90:
         )
 
     @cute.jit
-    def finish_piece(self, context: MmaContext, acc_dQ: cute.Tensor, duty: Int32):
+    def finish_piece(self, context: MmaContext, smem: Smem, acc_dQ: cute.Tensor, duty: Int32):
         """Stages this warpgroup's part of dQ = softmax_scale * (sum so far + partial), rounded."""
         piece = fragment_registers(acc_dQ)
         if duty == DQDuty.FINISH.value:
@@ -798,7 +791,10 @@ class FlashAttentionBackwardSm90:
         acc_dQ.store(acc_dQ.load() * context.softmax_scale)
         # every thread of the warpgroup has read its share of what now is overwritten
         cute.arch.barrier(barrier_id=NamedBarrierBwd.dQ_sum(context.warpgroup_idx), number_of_threads=WARPGROUP_THREADS)
-        wgmma.store_C(context.store_dQ, wgmma.to_operand_A(acc_dQ, self.dtype), context.tRS_sdQ)
+        mma_piece = wgmma.make_tiled_mma_dQ_piece(self.dtype, self.config)
+        sdQ = smem.sdQ[None, None, context.warpgroup_idx]
+        store_dQ, tRS_sdQ = wgmma.make_store_C(mma_piece, sdQ, context.tidx % WARPGROUP_THREADS, transpose=False)
+        wgmma.store_C(store_dQ, wgmma.to_operand_A(acc_dQ, self.dtype), tRS_sdQ)
 
     @cute.jit
     def epilogue_dKV(
