@@ -108,7 +108,7 @@ def test_launch_arguments(name, seqlen, causal, cooperative, num_ctas, launches)
         assert all(a is b for a, b in zip(tensors, expected, strict=True))
         num_m_blocks = -(-seqlen // config.tile_m)
         assert workspace.numel() == WorkspaceLayout(6, num_m_blocks, config).size
-        assert rest == (None, None, None, None, 0.5, 0, 0, num_ctas)
+        assert rest == (None, None, None, None, None, 0.5, 0, 0, num_ctas)
 
 
 @pytest.fixture
@@ -215,10 +215,10 @@ def test_a_window_travels_as_two_arguments_of_one_local_kernel(launches):
         launch.backward(*tensors, 0.5, causal, schedule, window_size=window_size)
         key, arguments = launches.pop()
         assert key.config == get_config(64, False, local=True)
-        sent.append(arguments[15:17])
+        sent.append(arguments[16:18])
     assert sent == [(64, 32), (64, 0), (399, 7), (7, 511)]
     for causal, window_size in ((False, (1000, 1000)), (True, (-1, 5)), (False, (400, 0))):
         launch.backward(*tensors, 0.5, causal, schedule, window_size=window_size)
         key, arguments = launches.pop()
         assert key.config == get_config(64, causal or window_size[1] == 0)
-        assert arguments[15:17] == (0, 0)
+        assert arguments[16:18] == (0, 0)

@@ -310,12 +310,13 @@ def test_a_static_cache_is_refused():
     [
         (dict(dropout=0.1), "dropout=0.1; allowed: 0"),
         (dict(output_attentions=True), "output_attentions=True"),
-        (dict(s_aux=torch.zeros(2)), "s_aux is given"),
+        (dict(s_aux=torch.zeros(3)), r"learnable_sink has shape \(3,\); allowed: \(2,\)"),
+        (dict(softcap=30.0), "softcap=30.0"),
         (dict(position_bias=torch.zeros(2)), "position_bias is given"),
         (dict(attention_mask=torch.ones(1, 4)), "attention_mask has shape .* and dtype torch.float32"),
         (dict(key=torch.zeros(1, 2, 4, 32)), "k has shape"),
     ],
-    ids=["dropout", "weights", "sinks", "bias", "float mask", "head dim"],
+    ids=["dropout", "weights", "sinks", "softcap", "bias", "float mask", "head dim"],
 )
 def test_bad_calls_raise(changes, message):
     x = torch.zeros(1, 2, 4, 64)
