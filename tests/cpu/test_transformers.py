@@ -75,6 +75,27 @@ def test_grouped_queries(family):
     assert_as_eager(family, dict(num_key_value_heads=1), input_ids=make_tokens())
 
 
+@pytest.mark.usefixtures("grouped_queries", "windows")
+def test_attention_sinks():
+    """gpt-oss: a logit per head that attention learns, and layers with and without a window."""
+    changes = dict(
+        hidden_size=64,
+        intermediate_size=32,
+        num_attention_heads=4,
+        head_dim=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=40,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
+    )
+    assert any(name.endswith("sinks") for name, _ in make_model("gpt_oss", **changes).named_parameters())
+    assert_as_eager("gpt_oss", changes, input_ids=make_tokens())
+    padding = torch.ones(2, SEQLEN, dtype=torch.int64)
+    padding[1, :20] = 0
+    assert_as_eager("gpt_oss", changes, input_ids=make_tokens(), attention_mask=padding)
+
+
 def train(family, steps=3):
     model = make_model(family, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
