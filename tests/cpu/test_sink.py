@@ -71,14 +71,13 @@ def test_the_formulas_of_the_reference_are_those_of_autograd(lengths, causal, wi
     x, dlse, sink = inputs(*lengths)
     own64 = [t.double().requires_grad_() for t in (*x[:3], sink)]
     out64, lse64 = attend(*own64[:3], SCALE, causal, window, own64[3])
-    for actual, wanted in zip(
-        attention_forward_ref(*x[:3], SCALE, causal, window, sink), (out64, lse64), strict=True
-    ):
+    for actual, wanted in zip(attention_forward_ref(*x[:3], SCALE, causal, window, sink), (out64, lse64), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
     refs = gradients(own64, out64, lse64, x.dout, dlse, "both")
     options = SCALE, causal, window
-    formulas = *attention_backward_ref(x.dout, *x[:3], *options, dlse=dlse, learnable_sink=sink), sink_gradient_ref(
-        x.dout, *x[:3], *options, sink, dlse
+    formulas = (
+        *attention_backward_ref(x.dout, *x[:3], *options, dlse=dlse, learnable_sink=sink),
+        sink_gradient_ref(x.dout, *x[:3], *options, sink, dlse),
     )
     for name, formula, ref in zip(NAMES, formulas, refs, strict=True):
         assert relative_error(formula, ref) < 1e-12, name
@@ -212,7 +211,11 @@ BAD = {
     "shape": (torch.zeros(3), ValueError, r"learnable_sink has shape \(3,\); allowed: \(4,\)"),
     "2-D": (torch.zeros(4, 1), ValueError, r"learnable_sink has shape \(4, 1\); allowed: \(4,\)"),
     "dtype": (torch.zeros(4, dtype=torch.int32), TypeError, "learnable_sink has dtype torch.int32; allowed: torch.bf"),
-    "device": (torch.zeros(4, device="meta"), ValueError, r"learnable_sink is on meta; allowed: the device of q \(cpu\)"),
+    "device": (
+        torch.zeros(4, device="meta"),
+        ValueError,
+        r"learnable_sink is on meta; allowed: the device of q \(cpu\)",
+    ),
     "kind": (0.5, TypeError, "learnable_sink is a float; allowed: a torch.Tensor"),
 }
 
@@ -258,7 +261,9 @@ def test_sequences_of_different_lengths(uses, causal):
         rows, keys = slice(q0, q1), slice(k0, k1)
         if q0 < q1:
             q64, k64, v64, sink64 = own64
-            out_b, lse_b = attend(q64[None, rows], k64[None, keys], v64[None, keys], SCALE, causal, learnable_sink=sink64)
+            out_b, lse_b = attend(
+                q64[None, rows], k64[None, keys], v64[None, keys], SCALE, causal, learnable_sink=sink64
+            )
             assert relative_error(out[None, rows], out_b) < FP32_TOLERANCE
             torch.testing.assert_close(lse[None, :, rows].double(), lse_b, rtol=1e-6, atol=1e-5)
             outputs += [out_b, lse_b]
