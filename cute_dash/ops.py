@@ -29,6 +29,7 @@ from cute_dash.sink import add_sink, get_sink_gradient
 
 _Op: TypeAlias = "torch._ops.OpOverload[..., Any]"
 _ALIGNMENT = 16  # bytes, of what TMA reads
+_MAX_STRIDE = 2**35  # bytes: `varlen.WRAP_STRIDE`, and within the 2**40 of TMA
 _MAX_CHECKED = 4096
 
 
@@ -786,7 +787,8 @@ def _aligned(checked: _Checked | _CheckedVarlen, *tensors: Tensor) -> Iterable[T
 def aligned(x: Tensor) -> Tensor:
     """`x` itself if TMA can read it, else a contiguous copy.
 
-    TMA wants a 16-byte aligned address, a contiguous last dim, and the other strides positive multiples of 16 bytes.
+    TMA wants a 16-byte aligned address, a contiguous last dim, and the other strides multiples of 16 bytes, positive and not
+    too large, as that of an extent 1 may be.
     The copy is a clone: `contiguous` would return a tensor whose only flaw is its address or the stride of an extent 1.
     """
     if _strides_fit(x) and x.data_ptr() % _ALIGNMENT == 0:
@@ -795,5 +797,5 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _strides_fit(x: Tensor) -> bool:
-    *outer, last = x.stride()
-    return last == 1 and all(stride > 0 and stride * x.element_size() % _ALIGNMENT == 0 for stride in outer)
+    *outer, last = (stride * x.element_size() for stride in x.stride())
+    return last == x.element_size() and all(0 < stride < _MAX_STRIDE and stride % _ALIGNMENT == 0 for stride in outer)

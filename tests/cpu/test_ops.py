@@ -350,6 +350,8 @@ def test_expanded_dout_of_a_sum():
         # contiguous to torch, which ignores the stride of an extent 1
         (lambda x: x.as_strided((1, 8, 4, 64), (3, 256, 64, 1)), False),
         (lambda x: x.as_strided((1, 8, 4, 64), (0, 256, 64, 1)), False),
+        (lambda x: x.as_strided((1, 8, 4, 64), (2**40, 256, 64, 1)), False),
+        (lambda x: x.as_strided((1, 8, 4, 64), (2**33, 256, 64, 1)), True),
     ],
     ids=[
         "contiguous",
@@ -362,6 +364,8 @@ def test_expanded_dout_of_a_sum():
         "rows of 65",
         "1 by 3",
         "1 by 0",
+        "1 by 2**40",
+        "1 by 2**33",
     ],
 )
 def test_aligned_copies_exactly_what_tma_cannot_read(make, kept):
