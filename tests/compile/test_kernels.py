@@ -63,7 +63,11 @@ def release_keys():
         for config in CONFIGS
         for name, grouped in zip(varlen[config.mask], (True, False), strict=True)
     ]
-    return [*keys, *dlse_keys(), CompileKey(get_config(128, False), registry.load("shift"), "bfloat16", cooperative=True)]
+    return [
+        *keys,
+        *dlse_keys(),
+        CompileKey(get_config(128, False), registry.load("shift"), "bfloat16", cooperative=True),
+    ]
 
 
 def dlse_keys():

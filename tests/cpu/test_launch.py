@@ -256,7 +256,10 @@ def test_the_workspace_of_many_packed_tokens(launches):
 
 
 TOO_LARGE = {
-    "tiles": (lambda: (large(2**20, 64, 2**11, 64), {}), rf"{2**31} tiles in its longer direction; allowed: at most {2**30}"),
+    "tiles": (
+        lambda: (large(2**20, 64, 2**11, 64), {}),
+        rf"{2**31} tiles in its longer direction; allowed: at most {2**30}",
+    ),
     "queries": (lambda: (large(1, 2**30, 1, 64), {}), rf"q has {2**30} tokens; allowed: at most {2**30 - 2**16}"),
     "groups": (
         lambda: (large(1, 2**20, 1, 64), dict(schedule=LongestFirst(heads_per_group=2**18))),
@@ -270,7 +273,9 @@ def test_too_many_to_count_is_refused(make, message, monkeypatch):
     monkeypatch.setattr(validation, "check_device", lambda device: None)
     q, options = make()
     with pytest.raises(ValueError, match=message):
-        ops._check(validation.check_qkv, (q, q, q), q, q, None, True, (-1, -1), options.get("schedule", "shortest_first"))
+        ops._check(
+            validation.check_qkv, (q, q, q), q, q, None, True, (-1, -1), options.get("schedule", "shortest_first")
+        )
 
 
 @pytest.mark.parametrize(
