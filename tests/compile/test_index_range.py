@@ -63,7 +63,7 @@ def find_tile(found: cute.Tensor, extents, place, static: cutlass.Constexpr):
     extents = Extents(batch, num_heads, seqlen_q, seqlen_k, mCuSeqlensQ=cu_seqlens)
     base = cute.recast_ptr(found.iterator, dtype=Float32)
     mWorkspace = cute.make_tensor(base.align(16), cute.make_layout(1))
-    mStats, mdQaccum, mSemaphore, mCounter = backward.split_workspace(mWorkspace, extents)
+    mStats, mdQaccum, mSemaphore, *_, mCounter = backward.split_workspace(mWorkspace, extents)
     m_tile, stream = place
     start = Int64(base.toint())
     found[0] = Int64(mStats[None, m_tile, stream].iterator.toint()) - start
