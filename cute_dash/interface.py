@@ -81,6 +81,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention from anyone's out and LSE, as ring attention needs it.
 
+    With those of a call with a learnable sink too; `torch.ops.cute_dash.attention_sink_backward(dout, out, lse,
+    learnable_sink, dlse)` is the sink's own.
+
     Args:
         dout: gradient of out, shape and dtype of q; None if the gradient comes through the LSE alone.
         q, k, v, softmax_scale, causal, window_size, softcap, schedule: as for `flash_attn_func`.

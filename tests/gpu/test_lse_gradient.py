@@ -20,6 +20,7 @@ from tests.gpu.ratios import ERROR_RATIOS
 
 BUDGET = 2.0
 LSE_TOLERANCE = 1e-3
+OUT_TOLERANCE = 1e-2
 SINK_TOLERANCE = 2e-2  # out is rounded to bf16 twice
 NAMES = ("dq", "dk", "dv", "dsink")
 # head dim, dtype, KV heads of 4, mask, schedule: a build with dLSE and one without for each
@@ -129,8 +130,7 @@ def test_autograd(with_sink, kind):
 def test_out_and_lse_of_a_sink(lengths, kind):
     problem = Problem(kind, lengths, with_sink=True)
     ref_out, ref_lse = attention_forward_ref(*problem.inputs[:3], *problem.options, problem.sink)
-    comparator = ref_out.to(problem.out.dtype)
-    assert_accurate(problem.out, ref_out, comparator, "out", 2 * BUDGET)  # the library's P is rounded too
+    assert relative_error(problem.out, ref_out) < OUT_TOLERANCE
     torch.testing.assert_close(problem.lse.double(), ref_lse, rtol=0, atol=LSE_TOLERANCE)
     hidden = attention_forward_ref(*problem.inputs[:3], *problem.options)[1] == -math.inf
     assert torch.equal(problem.lse[hidden], problem.sink[None, :, None].expand_as(hidden)[hidden])
