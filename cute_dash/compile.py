@@ -51,6 +51,7 @@ class CompileKey:
         debug: with bounded waits and a record of the additions.
         grouped: for several query heads per KV head, any number of them.
         varlen: for sequences of different lengths; not in debug builds.
+        dlse: with a gradient of the LSE; not in debug builds.
     """
 
     config: BwdConfig
@@ -60,15 +61,18 @@ class CompileKey:
     debug: bool = False
     grouped: bool = False
     varlen: bool = False
+    dlse: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
         if self.varlen and (self.debug or self.cooperative):
             raise ValueError("varlen=True is not supported with debug=True or cooperative=True")
+        if self.dlse and self.debug:
+            raise ValueError("dlse=True is not supported with debug=True")
 
     def describe(self) -> str:
-        flags = [name for name in ("varlen", "grouped", "debug") if getattr(self, name)]
+        flags = [name for name in ("varlen", "grouped", "dlse", "debug") if getattr(self, name)]
         return " ".join((self.schedule.name, f"hd{self.config.head_dim}", self.config.mask, self.dtype, *flags))
 
     def digest(self) -> str:
@@ -149,7 +153,10 @@ def build(key: CompileKey, options: str = "") -> Any:
         return make_fake_tensor(Int32, (num_cu_seqlens,), (1,), assumed_align=4) if key.varlen else None
 
     num_cu_seqlens = cute.sym_int()
-    lse = make_fake_tensor(Float32, (batch, num_heads, seqlen_q), strides(3))
+
+    def row_tensor() -> Any:
+        return make_fake_tensor(Float32, (batch, num_heads, seqlen_q), strides(3))
+
     workspace = make_fake_tensor(Float32, (cute.sym_int(64),), (1,), assumed_align=128)
     return cute.compile(
         AttentionBackward(key.config, dtype, key.schedule, key.cooperative, key.debug, key.grouped),
@@ -158,7 +165,7 @@ def build(key: CompileKey, options: str = "") -> Any:
         token_tensor(seqlen_k, num_heads_kv),  # K
         token_tensor(seqlen_k, num_heads_kv),  # V
         token_tensor(seqlen_q, num_heads),  # O
-        lse,
+        row_tensor(),  # LSE
         token_tensor(seqlen_q, num_heads),  # dQ
         token_tensor(seqlen_k, num_heads_kv),  # dK
         token_tensor(seqlen_k, num_heads_kv),  # dV
@@ -167,6 +174,7 @@ def build(key: CompileKey, options: str = "") -> Any:
         debug_tensor((8,), (1,)),
         cu_seqlens(),  # of Q
         cu_seqlens(),  # of K
+        row_tensor() if key.dlse else None,  # dLSE
         Float32(1.0),  # softmax_scale
         Int32(0),  # window_left
         Int32(0),  # window_right

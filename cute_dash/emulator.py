@@ -8,7 +8,7 @@ waits can never be served raises here, where the kernel would hang.
 Per step, with D = dPsum = rowsum(dO * O) (FlashAttention-2, arXiv 2307.08691, algorithm 2):
 
     S = Q K^T           P = exp2(S * scale * log2(e) - LSE * log2(e)), 0 where masked
-    dP = dO V^T         dS = P * (dP - D)
+    dP = dO V^T         dS = P * (dP - D)     where the LSE has a gradient of its own: D - dLSE
     dV += P^T dO        dK += dS^T Q        dQ tile += dS K
 
 dQ and dK are multiplied by the softmax scale once, at the end. Lengths are in tokens, LSE is a natural logarithm.
@@ -18,6 +18,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,7 @@ def backward(
     window_size: tuple[int, int] = (-1, -1),
     config: BwdConfig | None = None,
     interleaving: int | None = None,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention backward, tile by tile in the order of `schedule`.
 
@@ -100,6 +102,7 @@ def backward(
         interleaving: None runs as few CTAs as the schedule allows, each claiming in tile order, the earliest claimed
             tile first. An int is the seed of a random interleaving: a random number of CTAs claim in tile order and
             progress at random, as far as the lock values let them.
+        dlse: gradient of the LSE, like it; not read where the LSE is -inf.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v and the input dtype.
@@ -111,20 +114,24 @@ def backward(
     causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
     config = config or get_config(q.shape[-1], causal, window is not None)
     shape = config.make_shape_of(q.shape, k.shape, window)
-    return _backward((dout, q, k, v, out, lse), softmax_scale, shape, resolve(schedule, shape), interleaving)
+    tensors = dout, q, k, v, out, lse, dlse
+    return _backward(tensors, softmax_scale, shape, resolve(schedule, shape), interleaving)
 
 
 def _backward(
-    tensors: tuple[Tensor, ...], softmax_scale: float, shape: ProblemShape, schedule: Schedule, interleaving: int | None
+    tensors: tuple[Any, ...], softmax_scale: float, shape: ProblemShape, schedule: Schedule, interleaving: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out, lse = tensors
+    dout, q, k, v, out, lse, dlse = tensors
+    dpsum = (_to_streams(dout) * _to_streams(out)).sum(dim=-1)
+    if dlse is not None:
+        dpsum = dpsum - dlse.masked_fill(lse == -math.inf, 0.0)
     operands = _Operands(
         q=_to_streams(q),
         k=_to_streams(k),
         v=_to_streams(v),
         dout=_to_streams(dout),
         lse_log2=lse.float() * _LOG2_E,
-        dpsum=(_to_streams(dout) * _to_streams(out)).sum(dim=-1),
+        dpsum=dpsum,
         scale_log2=softmax_scale * _LOG2_E,
         dtype=q.dtype,
     )
@@ -178,11 +185,13 @@ def backward_varlen(
     *,
     window: Window | None = None,
     interleaving: int | None = None,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward`, sequence by sequence, each as a batch of one under the same concrete schedule.
 
     Args:
         dout, q, out: (total_q, num_heads, head_dim); k, v: (total_k, num_heads_kv, head_dim); lse: (num_heads, total_q).
+        dlse: like lse.
         cu_seqlens_q, cu_seqlens_k: as for `forward_varlen`.
         causal, window: `normalize_mask` of the greatest lengths: one kind of mask for all sequences.
 
@@ -193,7 +202,8 @@ def backward_varlen(
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
         dout_b, q_b, out_b = (x[None, rows] for x in (dout, q, out))
-        tensors = dout_b, q_b, k[None, keys], v[None, keys], out_b, lse[None, :, rows]
+        lse_b, dlse_b = (None if x is None else x[None, :, rows] for x in (lse, dlse))
+        tensors = dout_b, q_b, k[None, keys], v[None, keys], out_b, lse_b, dlse_b
         shape = config.make_shape_of(q_b.shape, k[None, keys].shape, window)
         grads = _backward(tensors, softmax_scale, shape, schedule, interleaving)
         dq[rows], dk[keys], dv[keys] = (grad[0] for grad in grads)

@@ -8,7 +8,7 @@ have the same bits. Each function also takes `schedule`, as `cute_dash.flash_att
 
 With `return_attn_probs=True` the functions return (out, softmax_lse, S_dmask) as flash-attn does: softmax_lse is (batch,
 num_heads, seqlen_q), of the varlen functions (num_heads, total_q), fp32, natural logarithm; S_dmask, which flash-attn
-fills for dropout only, is empty.
+fills for dropout only, is empty. Unlike flash-attn's, whose backward ignores it, the gradient of softmax_lse counts.
 """
 
 from typing import cast

@@ -10,6 +10,7 @@ things differ between them and from the contract:
   wrong for some queries if there are more queries than keys: those go to it in parts, see `_split_queries`.
 * called with a batch of equal lengths, FlashAttention-2 may split the keys among CTAs by how many blocks the batch has and
   how many SMs the device: the bits of a sequence's out would depend on both. Called with cumulative lengths it does not.
+* FlashAttention-2 counts in 64 bits; of cuDNN this is not known, so tensors of 2**31 elements and more do not go to it.
 * for a single query cuDNN splits the keys likewise: short sequences go to FlashAttention-2.
 * sequences of different lengths go to FlashAttention-2; with windows too, but see `forward_varlen`.
 * queries that see no key (the first seqlen_q - seqlen_k - right): their out and LSE are undefined or +inf there; the
@@ -26,6 +27,9 @@ from cute_dash.problem import Window, normalize_mask
 
 _CUDNN_MIN_VERSION = 90100
 _CUDNN_MIN_SEQLEN = 128
+_CUDNN_MAX_ELEMENTS = 2**31 - 1  # of a tensor; untested beyond
+_FLASH_MAX_SEQUENCES = 2**16 - 1  # blocks in a grid's second dim
+_FLASH_MAX_TOKENS = 2**31 - 1  # starts of sequences are int32
 
 
 def forward(
@@ -114,6 +118,8 @@ def _cudnn_applies(q: Tensor, k: Tensor, causal: bool) -> bool:
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     if (causal and seqlen_q != seqlen_k) or min(seqlen_q, seqlen_k) < _CUDNN_MIN_SEQLEN:
         return False
+    if max(q.numel(), k.numel()) > _CUDNN_MAX_ELEMENTS:
+        return False
     cudnn: Any = torch.backends.cudnn  # untyped in torch
     return bool(cudnn.is_available() and cudnn.version() >= _CUDNN_MIN_VERSION)
 
@@ -136,6 +142,7 @@ def _flash_forward(
     window_size: tuple[int, int] = (-1, -1),
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, num_heads, _ = q.shape
+    _check_flash_limits(batch, batch * max(seqlen_q, k.shape[1]))
     window_left, window_right = (None if side < 0 else side for side in window_size)
     if seqlen_q == 1:
         # for a single query FlashAttention-2 would take the query heads of a group for queries, and may split the keys
@@ -156,6 +163,14 @@ def _flash_forward(
     if lse.dim() == 2:  # (num_heads, batch * seqlen_q); older torch: (batch, num_heads, seqlen_q)
         lse = lse.view(num_heads, batch, seqlen_q).transpose(0, 1).clone(memory_format=torch.contiguous_format)
     return out.view(q.shape), lse
+
+
+def _check_flash_limits(num_sequences: int, num_tokens: int) -> None:
+    if num_sequences > _FLASH_MAX_SEQUENCES or num_tokens > _FLASH_MAX_TOKENS:
+        raise ValueError(
+            f"{num_sequences} sequences of together {num_tokens} tokens; allowed in a forward pass: at most "
+            f"{_FLASH_MAX_SEQUENCES} sequences and {_FLASH_MAX_TOKENS} tokens"
+        )
 
 
 def forward_varlen(
@@ -180,6 +195,7 @@ def forward_varlen(
         out (total_q, num_heads, head_dim), contiguous, and LSE (num_heads, total_q), fp32; 0 and -inf of queries that see
         no key or belong to no sequence.
     """
+    _check_flash_limits(len(cu_seqlens[0]) - 1, max(len(q), len(k)))
     if max_seqlens[0] <= 1:
         # as in `_flash_forward`
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

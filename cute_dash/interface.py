@@ -27,6 +27,7 @@ def flash_attn_func(
     *,
     schedule: "str | Schedule" = "auto",
     return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention whose gradients have the same bits on every run.
 
@@ -42,22 +43,29 @@ def flash_attn_func(
         softcap: only 0.
         schedule: how the backward orders its work: a name (`cute-dash schedules` lists them), "module:ATTR", or a
             schedule object. Part of what the bits depend on; `last_schedule()` tells what ran.
-        return_lse: also return LSE, which is not differentiable.
+        return_lse: also return LSE. It is differentiable; where it is -inf it is constant, and a gradient is not read.
+        learnable_sink: (num_heads,), fp32, bf16 or fp16: for each query head one more logit, not scaled, that takes
+            probability but has no value, as in flash-attn-4. LSE is then the one with the sink, and of a query that sees
+            no key the sink; its out is 0 as ever. out is rounded twice. The gradient of the sink is a sum over the whole
+            batch in an order that depends on the shape alone.
 
     Returns:
-        out in the shape and dtype of q, or (out, LSE).
+        out in the shape and dtype of q, or (out, LSE). With a batch or a length of 0 there is nothing to compute: out is 0,
+        and so are all gradients.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
-    window, spec = _check_options({"q": q, "k": k, "v": v}, softmax_scale, causal, window_size, softcap, schedule)
+    tensors = {"q": q, "k": k, "v": v} | _given(learnable_sink=learnable_sink)
+    window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
     validation.check_flag("return_lse", return_lse)
-    out, lse = ops.run_op(ops.attention_forward, q, k, v, softmax_scale, causal, *window, spec)
+    sink = () if learnable_sink is None else (learnable_sink,)
+    out, lse = ops.run_op(ops.attention_forward, q, k, v, softmax_scale, causal, *window, spec, *sink)
     return (out, lse) if return_lse else out
 
 
 def attention_backward(
-    dout: Tensor,
+    dout: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -69,14 +77,19 @@ def attention_backward(
     softcap: float = 0.0,
     *,
     schedule: "str | Schedule" = "auto",
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention from anyone's out and LSE, as ring attention needs it.
 
+    With those of a call with a learnable sink too; `torch.ops.cute_dash.attention_sink_backward(dout, out, lse,
+    learnable_sink, dlse)` is the sink's own.
+
     Args:
-        dout: gradient of out, shape and dtype of q.
+        dout: gradient of out, shape and dtype of q; None if the gradient comes through the LSE alone.
         q, k, v, softmax_scale, causal, window_size, softcap, schedule: as for `flash_attn_func`.
         out: (batch, seqlen_q, num_heads, head_dim), dtype of q; finite also for queries that see no key.
         lse: (batch, num_heads, seqlen_q), fp32, natural logarithm.
+        dlse: gradient of the LSE, like it; not read where the LSE is -inf. None: the LSE has none.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v, contiguous, in the input dtype. dk and dv add up over the query heads of their
@@ -85,10 +98,24 @@ def attention_backward(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
-    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse} | _given(dout=dout, dlse=dlse)
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
-    dq, dk, dv = ops.run_op(ops.attention_backward, dout, q, k, v, out, lse, softmax_scale, causal, *window, spec)
+    dout, row_gradient = _get_output_gradients(dout, dlse, out)
+    options = softmax_scale, causal, *window, spec, *row_gradient
+    dq, dk, dv = ops.run_op(ops.attention_backward, dout, q, k, v, out, lse, *options)
     return dq, dk, dv
+
+
+def _get_output_gradients(dout: Tensor | None, dlse: Tensor | None, out: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """dout, zeros where there is none, and dlse if there is one."""
+    if dout is None and dlse is None:
+        raise ValueError("dout and dlse are None; allowed: at least one of them a torch.Tensor")
+    return torch.zeros_like(out) if dout is None else dout, () if dlse is None else (dlse,)
+
+
+def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """Of optional arguments those that are there."""
+    return {name: x for name, x in tensors.items() if x is not None}
 
 
 def flash_attn_varlen_func(
@@ -106,6 +133,7 @@ def flash_attn_varlen_func(
     *,
     schedule: "str | Schedule" = "auto",
     return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_func` for sequences of different lengths, one behind the other.
 
@@ -120,7 +148,8 @@ def flash_attn_varlen_func(
             tensors may be longer: tokens behind the last sequence have out 0, LSE -inf and gradients 0.
         max_seqlen_q, max_seqlen_k: no sequence is longer; an int, or a 0-d tensor, which is read (on the GPU: waited for).
             Of CUDA tensors only the caller knows; nothing else is read back from the device.
-        softmax_scale, causal, window_size, softcap, return_lse: as for `flash_attn_func`; each sequence has its own mask.
+        softmax_scale, causal, window_size, softcap, return_lse, learnable_sink: as for `flash_attn_func`; each sequence has
+            its own mask. Tokens behind the last sequence see no sink either.
         schedule: as for `flash_attn_func`, but only what needs one resident CTA for every length: 'auto' and
             'auto_invariant' choose among these, and shift and symmetric_shift are refused. One that is not shipped is
             proven for each pair of lengths, which are read back from the device.
@@ -132,16 +161,18 @@ def flash_attn_varlen_func(
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
     tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    tensors |= _given(learnable_sink=learnable_sink)
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
     validation.check_flag("return_lse", return_lse)
     lengths = (_to_int("max_seqlen_q", max_seqlen_q), _to_int("max_seqlen_k", max_seqlen_k))
-    arguments = cu_seqlens_q, cu_seqlens_k, *lengths, softmax_scale, causal, *window, spec
+    sink = () if learnable_sink is None else (learnable_sink,)
+    arguments = cu_seqlens_q, cu_seqlens_k, *lengths, softmax_scale, causal, *window, spec, *sink
     out, lse = ops.run_op(ops.attention_varlen_forward, q, k, v, *arguments)
     return (out, lse) if return_lse else out
 
 
 def attention_varlen_backward(
-    dout: Tensor,
+    dout: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -157,12 +188,14 @@ def attention_varlen_backward(
     softcap: float = 0.0,
     *,
     schedule: "str | Schedule" = "auto",
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` for sequences of different lengths, one behind the other.
 
     Args:
-        dout, out: (total_q, num_heads, head_dim), dtype of q; finite also for queries that see no key.
-        lse: (num_heads, total_q), fp32, natural logarithm.
+        dout, out: (total_q, num_heads, head_dim), dtype of q; finite also for queries that see no key. dout may be None as
+            for `attention_backward`.
+        lse: (num_heads, total_q), fp32, natural logarithm; dlse likewise.
         q, k, v, cu_seqlens_q and the others: as for `flash_attn_varlen_func`.
 
     Returns:
@@ -171,11 +204,12 @@ def attention_varlen_backward(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
-    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse} | _given(dout=dout, dlse=dlse)
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
     lengths = (_to_int("max_seqlen_q", max_seqlen_q), _to_int("max_seqlen_k", max_seqlen_k))
-    arguments = cu_seqlens_q, cu_seqlens_k, *lengths, softmax_scale, causal, *window, spec
+    dout, row_gradient = _get_output_gradients(dout, dlse, out)
+    arguments = cu_seqlens_q, cu_seqlens_k, *lengths, softmax_scale, causal, *window, spec, *row_gradient
     dq, dk, dv = ops.run_op(ops.attention_varlen_backward, dout, q, k, v, out, lse, *arguments)
     return dq, dk, dv
 

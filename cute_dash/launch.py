@@ -5,6 +5,7 @@ the debug calls.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -39,6 +40,7 @@ def backward(
     config: BwdConfig | None = None,
     *,
     window_size: tuple[int, int] = (-1, -1),
+    dlse: torch.Tensor | None = None,
 ) -> Gradients:
     """dQ, dK, dV of attention on a Hopper GPU.
 
@@ -50,12 +52,13 @@ def backward(
         schedule: a concrete schedule (`registry.resolve`).
         config: for experiments, another configuration than `get_config` says, with other tiles other bits too.
         window_size: sliding window (left, right), -1 for no limit.
+        dlse: gradient of the LSE, like it; not read where the LSE is -inf.
     Returns:
         (dq, dk, dv), contiguous, of the inputs' shapes and dtype.
     """
     causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
     config = config or get_config(q.shape[-1], causal, window is not None)
-    return _launch((dout, q, k, v, out, lse), softmax_scale, config, window, schedule, None, None)
+    return _launch((dout, q, k, v, out, lse, dlse), softmax_scale, config, window, schedule, None, None)
 
 
 def backward_varlen(
@@ -72,13 +75,14 @@ def backward_varlen(
     schedule: Schedule,
     *,
     window: Window | None = None,
+    dlse: torch.Tensor | None = None,
 ) -> Gradients:
     """dQ, dK, dV of sequences of different lengths, one behind the other.
 
     Args:
         dout, q, out: (total_q, num_heads, head_dim), k, v: (total_k, num_heads_kv, head_dim), as for `backward`; both
             totals at least 1.
-        lse: (num_heads, total_q), fp32.
+        lse: (num_heads, total_q), fp32; dlse, if given: likewise.
         cu_seqlens_q, cu_seqlens_k: (number of sequences + 1,), int32, contiguous.
         causal, window: `normalize_mask` of the greatest lengths.
         schedule: a concrete schedule that needs one resident CTA (`schedule.needs_one_cta`).
@@ -86,7 +90,7 @@ def backward_varlen(
         (dq, dk, dv), contiguous, of the inputs' shapes and dtype; 0 behind the last sequence.
     """
     config = get_config(q.shape[-1], causal, window is not None)
-    inputs = tuple(x.unsqueeze(0) for x in (dout, q, k, v, out, lse))
+    inputs = tuple(None if x is None else x.unsqueeze(0) for x in (dout, q, k, v, out, lse, dlse))
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     dq, dk, dv = _launch(inputs, softmax_scale, config, window, schedule, None, None, cu_seqlens)
     return dq[0], dk[0], dv[0]
@@ -121,7 +125,7 @@ def record_order(
     record = torch.full(size, -1, dtype=torch.int32, device=q.device)
     record[..., 0] = 0
     stuck = torch.zeros(8, dtype=torch.int32, device=q.device)
-    gradients = _launch((dout, q, k, v, out, lse), softmax_scale, config, window, schedule, record, stuck)
+    gradients = _launch((dout, q, k, v, out, lse, None), softmax_scale, config, window, schedule, record, stuck)
     count, batch_idx, head_idx, m_block, n_block, lock_value, seen, _ = stuck.tolist()
     if count:
         raise StuckError(
@@ -151,6 +155,7 @@ def _plan(
     device_index: int,
     debug: bool,
     num_sequences: int | None,
+    dlse: bool,
 ) -> _Plan:
     shape = config.make_shape_of(q_shape, k_shape, window)
     num_m_blocks, num_work_tiles = shape.num_m_blocks, shape.num_work_tiles
@@ -166,6 +171,7 @@ def _plan(
         grouped=shape.group_size > 1,
         varlen=num_sequences is not None,
         debug=debug,
+        dlse=dlse,
     )
     return _Plan(get_backward(key), layout.size, min(num_sms(device_index), num_work_tiles))
 
@@ -187,7 +193,7 @@ def _empty(like: torch.Tensor, num_elements: int | None = None) -> torch.Tensor:
 
 
 def _launch(
-    inputs: tuple[torch.Tensor, ...],
+    inputs: Sequence[Any],
     softmax_scale: float,
     config: BwdConfig,
     window: Window | None,
@@ -196,13 +202,16 @@ def _launch(
     stuck: torch.Tensor | None,
     cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> Gradients:
+    *inputs, dlse = inputs
     _, q, k, v, _, lse = inputs
     num_sequences = None if cu_seqlens[0] is None else len(cu_seqlens[0]) - 1
     device_index, debug = q.device.index, record is not None
-    plan = _plan(config, window, schedule, q.shape, k.shape, q.dtype, device_index, debug, num_sequences)  # type: ignore[arg-type]
+    shapes = q.shape, k.shape, q.dtype
+    options = device_index, debug, num_sequences, dlse is not None
+    plan = _plan(config, window, schedule, *shapes, *options)  # type: ignore[arg-type]  # a protocol cannot promise a hash
     dq, dk, dv = (_empty(x) for x in (q, k, v))
     workspace = _empty(lse, plan.workspace_elements)
-    options = softmax_scale, *(window or (0, 0)), plan.num_ctas  # a kernel without a window reads no sides
+    scalars = softmax_scale, *(window or (0, 0)), plan.num_ctas  # a kernel without a window reads no sides
     with on_device(q.device):
-        plan.kernel(*inputs, dq, dk, dv, workspace, record, stuck, *cu_seqlens, *options)
+        plan.kernel(*inputs, dq, dk, dv, workspace, record, stuck, *cu_seqlens, dlse, *scalars)
     return dq, dk, dv

@@ -25,9 +25,11 @@ from cute_dash.device import on_device
 from cute_dash.problem import ProblemShape
 from cute_dash.registry import missing_members
 from cute_dash.schedule import Schedule
+from cute_dash.sink import add_sink, get_sink_gradient
 
 _Op: TypeAlias = "torch._ops.OpOverload[..., Any]"
 _ALIGNMENT = 16  # bytes, of what TMA reads
+_MAX_STRIDE = 2**35  # bytes: `varlen.WRAP_STRIDE`, and within the 2**40 of TMA
 _MAX_CHECKED = 4096
 
 
@@ -93,7 +95,7 @@ class _Checked(NamedTuple):
     """What the options of a call come to, once everything has been checked.
 
     Attributes:
-        strides_fit: the strides of all tensors but the LSE are such as TMA can read.
+        strides_fit: the strides of all tensors but the LSE and its gradient are such as TMA can read.
     """
 
     softmax_scale: float
@@ -119,7 +121,7 @@ def _check(
 
     Args:
         check_tensors: takes `tensors`.
-        tensors: all of the op, a LSE last.
+        tensors: all of the op, a LSE and its gradient or a sink last.
     """
     spec = _schedules.get(schedule, schedule)
     key = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), softmax_scale, causal, window_size, spec)
@@ -279,11 +281,17 @@ def attention_forward(
     window_left: int,
     window_right: int,
     schedule: str,
+    learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, num_heads, head_dim) and LSE (batch, num_heads, seqlen_q); `schedule` is the backward's."""
     window_size = window_left, window_right
-    checked = _check(validation.check_qkv, (q, k, v), q, k, softmax_scale, causal, window_size, schedule)
-    return emulator.forward(q, k, v, checked.softmax_scale, causal, window_size)
+    tensors = _given(q, k, v, learnable_sink)
+    checked = _check(validation.check_qkv, tensors, q, k, softmax_scale, causal, window_size, schedule)
+    if _has_no_pair(q, k):
+        out, lse = _see_nothing(q)
+    else:
+        out, lse = emulator.forward(q, k, v, checked.softmax_scale, causal, window_size)
+    return (out, lse) if learnable_sink is None else add_sink(out, lse, learnable_sink)
 
 
 @_implement("attention_forward", "CUDA")
@@ -296,17 +304,53 @@ def _forward_cuda(
     window_left: int,
     window_right: int,
     schedule: str,
+    learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     window_size = window_left, window_right
-    checked = _check(validation.check_qkv, (q, k, v), q, k, softmax_scale, causal, window_size, schedule)
-    q, k, v = _aligned(checked, q, k, v)
-    with on_device(q.device):
-        return forward.forward(q, k, v, checked.softmax_scale, causal, window_size)
+    tensors = _given(q, k, v, learnable_sink)
+    checked = _check(validation.check_qkv, tensors, q, k, softmax_scale, causal, window_size, schedule)
+    if _has_no_pair(q, k):
+        out, lse = _see_nothing(q)
+    else:
+        q, k, v = _aligned(checked, q, k, v)
+        with on_device(q.device):
+            out, lse = forward.forward(q, k, v, checked.softmax_scale, causal, window_size)
+    return (out, lse) if learnable_sink is None else add_sink(out, lse, learnable_sink)
+
+
+def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(x for x in tensors if x is not None)
+
+
+def _has_no_pair(q: Tensor, k: Tensor) -> bool:
+    """Whether there is no pair of a query and a key in q, k (batch, seqlen, num_heads, head_dim)."""
+    return 0 in (q.shape[0], q.shape[1], k.shape[1])
+
+
+def _see_nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out and LSE of queries without keys."""
+    batch, seqlen_q, num_heads, _ = q.shape
+    return q.new_zeros(q.shape), q.new_full((batch, num_heads, seqlen_q), -math.inf, dtype=torch.float32)
+
+
+def _zeros(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of what no pair of a query and a key is in."""
+    return tuple(x.new_zeros(x.shape) for x in tensors)
 
 
 @torch.library.register_fake(attention_forward, lib=_library)  # type: ignore[untyped-decorator]
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    validation.check_qkv(q, k, v)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    schedule: str,
+    learnable_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    validation.check_qkv(q, k, v, learnable_sink)
     batch, seqlen_q, num_heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32)
 
@@ -324,16 +368,21 @@ def attention_backward(
     window_left: int,
     window_right: int,
     schedule: str,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtype of q, k, v, contiguous."""
     window_size = window_left, window_right
-    checked = _check(
-        validation.check_backward_tensors, (dout, q, k, v, out, lse), q, k, softmax_scale, causal, window_size, schedule
-    )
+    tensors = _given(dout, q, k, v, out, lse, dlse)
+    checked = _check(validation.check_backward_tensors, tensors, q, k, softmax_scale, causal, window_size, schedule)
     scale, record, _ = checked
-    grads = emulator.backward(dout, q, k, v, out, lse, scale, causal, record.schedule, window_size=window_size)
+    grads: Any
+    if _has_no_pair(q, k):
+        grads = _zeros(q, k, v)
+    else:
+        options = scale, causal, record.schedule
+        grads = emulator.backward(dout, q, k, v, out, lse, *options, window_size=window_size, dlse=dlse)
     _record(record)
-    return grads
+    return grads  # type: ignore[no-any-return]
 
 
 @_implement("attention_backward", "CUDA")
@@ -349,25 +398,40 @@ def _backward_cuda(
     window_left: int,
     window_right: int,
     schedule: str,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     window_size = window_left, window_right
-    checked = _check(
-        validation.check_backward_tensors, (dout, q, k, v, out, lse), q, k, softmax_scale, causal, window_size, schedule
-    )
+    tensors = _given(dout, q, k, v, out, lse, dlse)
+    checked = _check(validation.check_backward_tensors, tensors, q, k, softmax_scale, causal, window_size, schedule)
     scale, record, _ = checked
-    dout, q, k, v, out = _aligned(checked, dout, q, k, v, out)
-    grads: tuple[Tensor, Tensor, Tensor] = launch.backward(
-        dout, q, k, v, out, lse.contiguous(), scale, causal, record.schedule, window_size=window_size
-    )
+    grads: Any
+    if _has_no_pair(q, k):
+        grads = _zeros(q, k, v)
+    else:
+        dout, q, k, v, out = _aligned(checked, dout, q, k, v, out)
+        lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+        options = scale, causal, record.schedule
+        grads = launch.backward(dout, q, k, v, out, lse, *options, window_size=window_size, dlse=dlse)
     _record(record)
-    return grads
+    return grads  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake(attention_backward, lib=_library)  # type: ignore[untyped-decorator]
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    schedule: str,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    validation.check_backward_tensors(dout, q, k, v, out, lse)
+    validation.check_backward_tensors(dout, q, k, v, out, lse, dlse)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -385,14 +449,17 @@ def attention_varlen_forward(
     window_left: int,
     window_right: int,
     schedule: str,
+    learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (total_q, num_heads, head_dim) and LSE (num_heads, total_q); `schedule` is the backward's."""
     lengths = _Lengths((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     options = softmax_scale, causal, (window_left, window_right), schedule
-    checked = _check_varlen(validation.check_varlen_qkv, (q, k, v), q, k, lengths, *options)
-    return emulator.forward_varlen(
+    tensors = _given(q, k, v, learnable_sink)
+    checked = _check_varlen(validation.check_varlen_qkv, tensors, q, k, lengths, *options)
+    out, lse = emulator.forward_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, checked.softmax_scale, causal, (window_left, window_right)
     )
+    return (out, lse) if learnable_sink is None else add_sink(out, lse, learnable_sink, cu_seqlens_q[-1])
 
 
 @_implement("attention_varlen_forward", "CUDA")
@@ -409,26 +476,44 @@ def _varlen_forward_cuda(
     window_left: int,
     window_right: int,
     schedule: str,
+    learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     lengths = _Lengths((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     options = softmax_scale, causal, (window_left, window_right), schedule
-    checked = _check_varlen(validation.check_varlen_qkv, (q, k, v), q, k, lengths, *options)
+    tensors = _given(q, k, v, learnable_sink)
+    checked = _check_varlen(validation.check_varlen_qkv, tensors, q, k, lengths, *options)
     scale, longest = checked.softmax_scale, checked.longest
     if 0 in (len(q), len(k), *lengths.max_seqlens):  # no query meets a key: this launches fills only
-        return emulator.forward_varlen(q, k, v, *_NO_SEQUENCES, scale, causal)
-    q, k, v = _aligned(checked, q, k, v)
-    cu_seqlens = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    max_seqlens = longest.seqlen_q, longest.seqlen_k
-    with on_device(q.device):
-        return forward.forward_varlen(q, k, v, cu_seqlens, max_seqlens, scale, longest.causal, longest.window)
+        out, lse = emulator.forward_varlen(q, k, v, *_NO_SEQUENCES, scale, causal)
+    else:
+        q, k, v = _aligned(checked, q, k, v)
+        cu_seqlens = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+        max_seqlens = longest.seqlen_q, longest.seqlen_k
+        with on_device(q.device):
+            out, lse = forward.forward_varlen(q, k, v, cu_seqlens, max_seqlens, scale, longest.causal, longest.window)
+    return (out, lse) if learnable_sink is None else add_sink(out, lse, learnable_sink, cu_seqlens_q[-1])
 
 
 _NO_SEQUENCES = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 
 
 @torch.library.register_fake(attention_varlen_forward, lib=_library)  # type: ignore[untyped-decorator]
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    validation.check_varlen_qkv(q, k, v)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    schedule: str,
+    learnable_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    validation.check_varlen_qkv(q, k, v, learnable_sink)
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -449,16 +534,16 @@ def attention_varlen_backward(
     window_left: int,
     window_right: int,
     schedule: str,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtype of q, k, v, contiguous."""
     lengths = _Lengths((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     options = softmax_scale, causal, (window_left, window_right), schedule
-    tensors = dout, q, k, v, out, lse
+    tensors = _given(dout, q, k, v, out, lse, dlse)
     checked = _check_varlen(validation.check_varlen_backward_tensors, tensors, q, k, lengths, *options)
     scale, record, _, longest = checked
-    grads = emulator.backward_varlen(
-        *tensors, *lengths.cu_seqlens, scale, longest.causal, record.schedule, window=longest.window
-    )
+    arguments = *lengths.cu_seqlens, scale, longest.causal, record.schedule
+    grads = emulator.backward_varlen(dout, q, k, v, out, lse, *arguments, window=longest.window, dlse=dlse)
     _record(record)
     return grads
 
@@ -480,54 +565,98 @@ def _varlen_backward_cuda(
     window_left: int,
     window_right: int,
     schedule: str,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lengths = _Lengths((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     options = softmax_scale, causal, (window_left, window_right), schedule
-    tensors = dout, q, k, v, out, lse
+    tensors = _given(dout, q, k, v, out, lse, dlse)
     checked = _check_varlen(validation.check_varlen_backward_tensors, tensors, q, k, lengths, *options)
     scale, record, _, longest = checked
-    grads: tuple[Tensor, Tensor, Tensor]
+    grads: Any
     if 0 in (len(q), len(k)):  # nothing to launch a kernel for
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        grads = dq, dk, dv
+        grads = _zeros(q, k, v)
     else:
         dout, q, k, v, out = _aligned(checked, dout, q, k, v, out)
-        cu_seqlens = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-        tensors = dout, q, k, v, out, lse.contiguous()
-        grads = launch.backward_varlen(
-            *tensors, *cu_seqlens, scale, longest.causal, record.schedule, window=longest.window
-        )
+        lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+        arguments = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), scale, longest.causal, record.schedule
+        grads = launch.backward_varlen(dout, q, k, v, out, lse, *arguments, window=longest.window, dlse=dlse)
     _record(record)
-    return grads
+    return grads  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake(attention_varlen_backward, lib=_library)  # type: ignore[untyped-decorator]
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    schedule: str,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    validation.check_varlen_backward_tensors(dout, q, k, v, out, lse)
+    validation.check_varlen_backward_tensors(dout, q, k, v, out, lse, dlse)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+@_define
+def attention_sink_backward(
+    dout: Tensor, out: Tensor, lse: Tensor, learnable_sink: Tensor, dlse: Tensor | None = None
+) -> Tensor:
+    """dsink (num_heads,), from the out and LSE of a forward pass with a sink, with or without a batch dim."""
+    validation.check_sink_tensors(dout, out, lse, learnable_sink, dlse)
+    return get_sink_gradient(dout, out, lse, learnable_sink, dlse)
+
+
+@_implement("attention_sink_backward", "CUDA")
+def _sink_backward_cuda(
+    dout: Tensor, out: Tensor, lse: Tensor, learnable_sink: Tensor, dlse: Tensor | None = None
+) -> Tensor:
+    validation.check_sink_tensors(dout, out, lse, learnable_sink, dlse)
+    return get_sink_gradient(dout, out, lse, learnable_sink, dlse)
+
+
+@torch.library.register_fake(attention_sink_backward, lib=_library)  # type: ignore[untyped-decorator]
+def _(dout: Tensor, out: Tensor, lse: Tensor, learnable_sink: Tensor, dlse: Tensor | None = None) -> Tensor:
+    validation.check_sink_tensors(dout, out, lse, learnable_sink, dlse)
+    return torch.empty_like(learnable_sink, memory_format=torch.contiguous_format)
+
+
 class CuteDashAttention(torch.autograd.Function):
-    """The forward op with its derivative, under the name that profilers show; the LSE has none."""
+    """The forward op with its derivative, under the name that profilers show."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _run_below_autograd(attention_forward, q, k, v, *options)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        schedule: str,
+        learnable_sink: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        options = softmax_scale, causal, window_left, window_right, schedule
+        out, lse = _run_below_autograd(attention_forward, q, k, v, *options, learnable_sink)
+        ctx.save_for_backward(q, k, v, out, lse, learnable_sink)
         ctx.options = options
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # else torch fills a dlse of zeros
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
-        grads: tuple[Tensor | None, ...] = (None, None, None)
-        if dout is not None:
-            q, k, v, out, lse = ctx.saved_tensors
-            grads = run_op(attention_backward, dout, q, k, v, out, lse, *ctx.options)
-        return *grads, *(None for _ in ctx.options)
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *grads, dsink = _get_gradients(ctx, attention_backward, dout, dlse)
+        return *grads, *(None for _ in ctx.options), dsink
 
 
 class CuteDashVarlenAttention(torch.autograd.Function):
@@ -535,22 +664,51 @@ class CuteDashVarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float | None,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        schedule: str,
+        learnable_sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         cu_seqlens = cu_seqlens_q, cu_seqlens_k
-        out, lse = _run_below_autograd(attention_varlen_forward, q, k, v, *cu_seqlens, *options)
-        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens)
+        options = max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left, window_right, schedule
+        out, lse = _run_below_autograd(attention_varlen_forward, q, k, v, *cu_seqlens, *options, learnable_sink)
+        ctx.save_for_backward(q, k, v, out, lse, learnable_sink, *cu_seqlens)
         ctx.options = options
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
-        grads: tuple[Tensor | None, ...] = (None, None, None)
-        if dout is not None:
-            grads = run_op(attention_varlen_backward, dout, *ctx.saved_tensors, *ctx.options)
-        return *grads, None, None, *(None for _ in ctx.options)
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *grads, dsink = _get_gradients(ctx, attention_varlen_backward, dout, dlse)
+        return *grads, None, None, *(None for _ in ctx.options), dsink
+
+
+def _get_gradients(ctx: Any, op: _Op, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv and dsink of what a forward pass saved, None where nothing or nobody asks."""
+    if dout is None and dlse is None:
+        return None, None, None, None
+    q, k, v, out, lse, learnable_sink, *cu_seqlens = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    # not None: arguments that are not given do not appear in a graph
+    given = _given(dlse)
+    grads: tuple[Tensor | None, ...] = (None, None, None)
+    if any(ctx.needs_input_grad[:3]):
+        grads = run_op(op, dout, q, k, v, out, lse, *cu_seqlens, *ctx.options, *given)
+    dsink = None
+    if learnable_sink is not None and ctx.needs_input_grad[-1]:
+        dsink = run_op(attention_sink_backward, dout, out, lse, learnable_sink, *given)
+    return *grads, dsink
 
 
 _NO_DERIVATIVE = "cute_dash's attention backward has no derivative: double backward is not supported"
@@ -582,6 +740,19 @@ class CuteDashVarlenAttentionGradients(torch.autograd.Function):
         raise RuntimeError(_NO_DERIVATIVE)
 
 
+class CuteDashSinkGradient(torch.autograd.Function):
+    """The backward op of a sink, which has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        dsink: Tensor = _run_below_autograd(attention_sink_backward, *arguments)
+        return dsink
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(_NO_DERIVATIVE)
+
+
 def _implement_autograd(op: _Op, function: type[torch.autograd.Function]) -> None:
     """Registers `function` as what an op does where a gradient is asked for."""
 
@@ -603,6 +774,7 @@ _implement_autograd(attention_forward, CuteDashAttention)
 _implement_autograd(attention_backward, CuteDashAttentionGradients)
 _implement_autograd(attention_varlen_forward, CuteDashVarlenAttention)
 _implement_autograd(attention_varlen_backward, CuteDashVarlenAttentionGradients)
+_implement_autograd(attention_sink_backward, CuteDashSinkGradient)
 
 
 def _aligned(checked: _Checked | _CheckedVarlen, *tensors: Tensor) -> Iterable[Tensor]:
@@ -615,7 +787,8 @@ def _aligned(checked: _Checked | _CheckedVarlen, *tensors: Tensor) -> Iterable[T
 def aligned(x: Tensor) -> Tensor:
     """`x` itself if TMA can read it, else a contiguous copy.
 
-    TMA wants a 16-byte aligned address, a contiguous last dim, and the other strides positive multiples of 16 bytes.
+    TMA wants a 16-byte aligned address, a contiguous last dim, and the other strides multiples of 16 bytes, positive and not
+    too large, as that of an extent 1 may be.
     The copy is a clone: `contiguous` would return a tensor whose only flaw is its address or the stride of an extent 1.
     """
     if _strides_fit(x) and x.data_ptr() % _ALIGNMENT == 0:
@@ -624,5 +797,5 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _strides_fit(x: Tensor) -> bool:
-    *outer, last = x.stride()
-    return last == 1 and all(stride > 0 and stride * x.element_size() % _ALIGNMENT == 0 for stride in outer)
+    *outer, last = (stride * x.element_size() for stride in x.stride())
+    return last == x.element_size() and all(0 < stride < _MAX_STRIDE and stride % _ALIGNMENT == 0 for stride in outer)

@@ -51,16 +51,24 @@ def random_inputs(
 
 
 def attention_forward_ref(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, window_size: tuple[int, int] = (-1, -1)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in fp64: out = softmax(scale * Q K^T) V with the bottom-right causal mask and window.
 
+    learnable_sink (num_heads,) is one more logit of each query, without a value.
+
     Returns:
         out (batch, seqlen_q, num_heads, head_dim) and LSE (batch, num_heads, seqlen_q), both fp64. A query that sees
-        no key has out 0 and LSE -inf.
+        no key has out 0 and LSE -inf, or the sink.
     """
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-    p, lse = _softmax(q.double(), k, softmax_scale, causal, window_size)
+    p, lse = _softmax(q.double(), k, softmax_scale, causal, window_size, learnable_sink)
     return torch.einsum("bhmn,bnhd->bmhd", p, v), lse
 
 
@@ -72,20 +80,45 @@ def attention_backward_ref(
     softmax_scale: float,
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
+    *,
+    dlse: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention in fp64, from q, k, v alone (nothing rounded is taken from a forward pass).
 
-    With P = softmax(S) the Jacobian of a row is diag(P) - P P^T, so dS = P * (dP - rowsum(P * dP)).
+    With P = softmax(S) the Jacobian of a row is diag(P) - P P^T, so dS = P * (dP - rowsum(P * dP)). That of the LSE is P,
+    which with its gradient dlse (batch, num_heads, seqlen_q) adds P * dlse.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v, fp64; rows of dq whose query sees no key are 0.
     """
     num_heads_kv = k.shape[2]
     dout, q, k, v = dout.double(), q.double(), _repeat_heads(k, q), _repeat_heads(v, q)
-    p, _ = _softmax(q, k, softmax_scale, causal, window_size)
+    p, _ = _softmax(q, k, softmax_scale, causal, window_size, learnable_sink)
     dp = torch.einsum("bmhd,bnhd->bhmn", dout, v)
-    ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True)) * softmax_scale
-    return _gradients(p, ds, dout, q, k, num_heads_kv)
+    ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True))
+    if dlse is not None:
+        ds = ds + p * dlse.double()[..., None]
+    return _gradients(p, ds * softmax_scale, dout, q, k, num_heads_kv)
+
+
+def sink_gradient_ref(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    learnable_sink: Tensor,
+    dlse: Tensor | None = None,
+) -> Tensor:
+    """Gradient (num_heads,) of a sink in fp64: the sum over all queries of p * (dlse - rowsum(P * dP)), p its probability."""
+    dout, q, k, v = dout.double(), q.double(), _repeat_heads(k, q), _repeat_heads(v, q)
+    p, lse = _softmax(q, k, softmax_scale, causal, window_size, learnable_sink)
+    dpsum = (p * torch.einsum("bmhd,bnhd->bhmn", dout, v)).sum(dim=-1)
+    row = -dpsum if dlse is None else dlse.double() - dpsum
+    return (torch.exp(learnable_sink.double()[:, None] - lse) * row).sum(dim=(0, 2))
 
 
 def attention_backward_rounded(
@@ -96,6 +129,9 @@ def attention_backward_rounded(
     softmax_scale: float,
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
+    *,
+    dlse: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The comparator of an error budget: fp64 but for the roundings that a kernel with 16-bit GEMM inputs must make.
 
@@ -107,9 +143,11 @@ def attention_backward_rounded(
     """
     dtype, num_heads_kv = q.dtype, k.shape[2]
     dout, q, k, v = dout.double(), q.double(), _repeat_heads(k, q), _repeat_heads(v, q)
-    p, _ = _softmax(q, k, softmax_scale, causal, window_size)
+    p, _ = _softmax(q, k, softmax_scale, causal, window_size, learnable_sink)
     out = torch.einsum("bhmn,bnhd->bmhd", p, v).to(dtype).double()
     dpsum = (dout * out).sum(dim=-1).transpose(1, 2)  # (batch, num_heads, seqlen_q)
+    if dlse is not None:
+        dpsum = dpsum - dlse.double()
     ds = p * (torch.einsum("bmhd,bnhd->bhmn", dout, v) - dpsum[..., None])
     dq, dk, dv = _gradients(p.to(dtype).double(), ds.to(dtype).double(), dout, q, k, num_heads_kv)
     return (dq * softmax_scale).to(dtype), (dk * softmax_scale).to(dtype), dv.to(dtype)
@@ -121,9 +159,14 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _softmax(
-    q: Tensor, k: Tensor, softmax_scale: float, causal: bool, window_size: tuple[int, int]
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """P (batch, num_heads, seqlen_q, seqlen_k) and LSE; a row without a visible key is 0 and -inf."""
+    """P (batch, num_heads, seqlen_q, seqlen_k) and LSE; a row without a visible key is 0 and -inf, or the sink."""
     scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * softmax_scale
     seqlen_q, seqlen_k = scores.shape[-2:]
     left, right = window_size
@@ -134,6 +177,8 @@ def _softmax(
         hidden |= torch.ones_like(hidden).tril(seqlen_k - seqlen_q - left - 1)
     scores = scores.masked_fill(hidden, -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
+    if learnable_sink is not None:
+        lse = torch.logaddexp(lse, learnable_sink.double()[:, None])
     p = torch.exp(scores - lse[..., None])
     return torch.where(lse[..., None] == -math.inf, torch.zeros_like(p), p), lse
 

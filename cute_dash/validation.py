@@ -17,7 +17,7 @@ from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
 from cute_dash.problem import ProblemShape, Window, normalize_mask
 from cute_dash.registry import load, resolve
-from cute_dash.schedule import Schedule, SelectingSchedule, needs_one_cta
+from cute_dash.schedule import DenseSchedule, Schedule, SelectingSchedule, needs_one_cta
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_CUDA_DTYPES, torch.float32)
@@ -27,9 +27,12 @@ TESTED_SCHEDULES = frozenset(
     ("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid", "unordered")
 )
 _TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
-MAX_TILES = 2**31 - 2**16  # the kernel numbers tiles in 32 bits and counts a little beyond the last one
+MAX_TILES = 2**30  # the kernel numbers tiles in 32 bits, and the sum of two numbers has to fit
+MAX_VARLEN_TILES = 2**23  # of a head: the kernel finds a sequence's statistics, 2**8 elements a tile, in 32 bits
 _MAX_SIDE = 2**31 - 1  # of a window: beyond every sequence, so no limit; larger numbers would not fit an op's schema
-MAX_VARLEN_TOKENS = 2**30 - 2**16  # the kernel tells the end of a sequence by coordinates around 2**30
+# in the sequence dim of a tensor: two lengths and a tile add up in 32 bits, and with cu_seqlens the kernel tells the end of
+# a sequence by coordinates around 2**30
+MAX_TOKENS = 2**30 - 2**16
 _MAX_SCALE = torch.finfo(torch.float32).max
 _HOPPER = (9, 0)
 
@@ -89,23 +92,24 @@ def _check_side(side: object, window_size: object) -> int:
 
 
 def check_softcap(softcap: float) -> None:
-    """Only 0."""
+    """Only 0: torch's forward passes have no softcap."""
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"{softcap=} is a {type(softcap).__name__}; allowed: the number 0")
     if softcap != 0:
         raise ValueError(f"{softcap=}: a softcap is not there yet; allowed: 0")
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, learnable_sink: Tensor | None = None) -> None:
     """Shapes, dtypes and devices of q (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, num_heads_kv, ...).
 
-    num_heads_kv divides num_heads.
+    num_heads_kv divides num_heads. Batch and lengths may be 0. learnable_sink is (num_heads,).
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: 4-D (batch, seqlen, num_heads, head_dim)")
-        if min(x.shape) < 1:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: every extent at least 1")
+        if min(x.shape[2:]) < 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: num_heads and head_dim at least 1")
+        _check_num_tokens(name, x.shape[1])
     _check_dtype(q)
     _check_same("k", k, "q", q)
     _check_same("v", v, "q", q)
@@ -114,17 +118,17 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_num_heads(num_heads, k.shape[2])
     _check_shape("k", k, (batch, k.shape[1], k.shape[2], head_dim))
     _check_shape("v", v, tuple(k.shape))
+    _check_sink(learnable_sink, q)
 
 
-def check_varlen_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_varlen_qkv(q: Tensor, k: Tensor, v: Tensor, learnable_sink: Tensor | None = None) -> None:
     """Shapes, dtypes and devices of q (total_q, num_heads, head_dim) and k, v (total_k, num_heads_kv, head_dim)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: 3-D (total tokens, num_heads, head_dim)")
         if min(x.shape[1:]) < 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: every extent but the first at least 1")
-        if x.shape[0] > MAX_VARLEN_TOKENS:
-            raise ValueError(f"{name} has {x.shape[0]} tokens; allowed: at most {MAX_VARLEN_TOKENS}")
+        _check_num_tokens(name, x.shape[0])
     _check_dtype(q)
     _check_same("k", k, "q", q)
     _check_same("v", v, "q", q)
@@ -133,6 +137,23 @@ def check_varlen_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_num_heads(num_heads, k.shape[1])
     _check_shape("k", k, (k.shape[0], k.shape[1], head_dim))
     _check_shape("v", v, tuple(k.shape))
+    _check_sink(learnable_sink, q)
+
+
+def _check_num_tokens(name: str, num_tokens: int) -> None:
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"{name} has {num_tokens} tokens; allowed: at most {MAX_TOKENS}")
+
+
+def _check_sink(learnable_sink: Tensor | None, q: Tensor) -> None:
+    if learnable_sink is None:
+        return
+    if learnable_sink.dtype not in _CPU_DTYPES:
+        names = ", ".join(map(str, _CPU_DTYPES))
+        raise TypeError(f"learnable_sink has dtype {learnable_sink.dtype}; allowed: {names}")
+    if learnable_sink.device != q.device:
+        raise ValueError(f"learnable_sink is on {learnable_sink.device}; allowed: the device of q ({q.device})")
+    _check_shape("learnable_sink", learnable_sink, (q.shape[-2],))
 
 
 def check_cu_seqlens(cu_seqlens: tuple[Tensor, Tensor], max_seqlens: tuple[int, int], q: Tensor) -> None:
@@ -163,10 +184,12 @@ def check_lengths(cu_seqlens: tuple[Tensor, Tensor], max_seqlens: tuple[int, int
             raise ValueError(f"max_seqlen_{side}={max_seqlen}; allowed: at least the longest sequence ({longest})")
 
 
-def check_varlen_backward_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-    """`check_varlen_qkv`, and dout and out like q, lse (num_heads, total_q) fp32."""
+def check_varlen_backward_tensors(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
+) -> None:
+    """`check_varlen_qkv`, and dout and out like q, lse and dlse (num_heads, total_q) fp32."""
     check_varlen_qkv(q, k, v)
-    _check_row_tensors(dout, q, out, lse, (q.shape[1], q.shape[0]))
+    check_row_tensors(dout, q, out, lse, dlse)
 
 
 def check_num_heads(num_heads: int, num_heads_kv: int) -> None:
@@ -178,21 +201,36 @@ def check_num_heads(num_heads: int, num_heads_kv: int) -> None:
         )
 
 
-def check_backward_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-    """`check_qkv`, and dout and out like q, lse (batch, num_heads, seqlen_q) fp32."""
+def check_backward_tensors(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
+) -> None:
+    """`check_qkv`, and dout and out like q, lse and dlse (batch, num_heads, seqlen_q) fp32."""
     check_qkv(q, k, v)
-    _check_row_tensors(dout, q, out, lse, (q.shape[0], q.shape[2], q.shape[1]))
+    check_row_tensors(dout, q, out, lse, dlse)
 
 
-def _check_row_tensors(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, lse_shape: tuple[int, ...]) -> None:
+def check_row_tensors(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> None:
+    """dout and out like q, lse and dlse (..., num_heads, seqlen_q) fp32 for q (..., seqlen_q, num_heads, head_dim)."""
+    *batch, seqlen_q, num_heads, _ = q.shape
     for name, x in (("dout", dout), ("out", out)):
         _check_same(name, x, "q", q)
         _check_shape(name, x, tuple(q.shape))
-    if lse.dtype != torch.float32:
-        raise TypeError(f"lse has dtype {lse.dtype}; allowed: torch.float32")
-    if lse.device != q.device:
-        raise ValueError(f"lse is on {lse.device}; allowed: the device of q ({q.device})")
-    _check_shape("lse", lse, lse_shape)
+    for name, row in (("lse", lse), ("dlse", dlse)):
+        if row is None:
+            continue
+        if row.dtype != torch.float32:
+            raise TypeError(f"{name} has dtype {row.dtype}; allowed: torch.float32")
+        if row.device != q.device:
+            raise ValueError(f"{name} is on {row.device}; allowed: the device of q ({q.device})")
+        _check_shape(name, row, (*batch, num_heads, seqlen_q))
+
+
+def check_sink_tensors(dout: Tensor, out: Tensor, lse: Tensor, learnable_sink: Tensor, dlse: Tensor | None) -> None:
+    """What the gradient of a sink is made of, (batch, seqlen, num_heads, head_dim) or with cu_seqlens (tokens, ...)."""
+    if out.ndim not in (3, 4):
+        raise ValueError(f"out has shape {tuple(out.shape)}; allowed: 3-D or 4-D")
+    check_row_tensors(dout, out, out, lse, dlse)
+    _check_sink(learnable_sink, out)
 
 
 def check_device(device: torch.device) -> None:
@@ -230,6 +268,7 @@ def _resolve_for(
     shape = _make_shape(q_shape, k_shape, causal, window_size)
     check_index_range(shape)
     schedule = _resolve(spec, shape)
+    _check_heads_per_group(schedule, shape)
     if device_sms is not None:
         check_residency(schedule, shape, device_sms)
     return schedule
@@ -263,18 +302,18 @@ def resolve_varlen_schedule(
             many tiles.
     """
     total_q, total_k = num_tokens
-    num_tiles = longest.num_query_heads * (
-        num_sequences + 1 + max(total_q // longest.tile_m, total_k // longest.tile_n)
-    )
-    if num_tiles > MAX_TILES:
+    per_head = num_sequences + 1 + max(total_q // longest.tile_m, total_k // longest.tile_n)
+    num_tiles = longest.num_query_heads * per_head
+    if num_tiles > MAX_TILES or per_head > MAX_VARLEN_TILES:
         raise ValueError(
             f"{total_q} queries and {total_k} keys in {num_sequences} sequences of {longest.num_query_heads} heads make "
-            f"{num_tiles} tiles; allowed: at most {MAX_TILES}"
+            f"{num_tiles} tiles; allowed: at most {MAX_TILES}, and {MAX_VARLEN_TILES} of a head"
         )
     schedule = load(spec) if isinstance(spec, str) else spec
     if isinstance(schedule, SelectingSchedule):
         schedule = schedule.select_varlen(longest)
     schedule = resolve(schedule, longest)
+    _check_heads_per_group(schedule, longest)
     if not needs_one_cta(schedule):
         raise ValueError(
             f"schedule={schedule.name!r} may need several resident CTAs, how many depends on lengths that only the device "
@@ -313,6 +352,17 @@ def check_index_range(shape: ProblemShape) -> None:
         raise ValueError(f"{shape} has {num_tiles} tiles in its longer direction; allowed: at most {MAX_TILES}")
 
 
+def _check_heads_per_group(schedule: Schedule, shape: ProblemShape) -> None:
+    """Raises ValueError if the tiles of a full group of streams are too many to number."""
+    if not isinstance(schedule, DenseSchedule):
+        return
+    if (num_tiles := schedule.heads_per_group * shape.num_n_blocks) > MAX_TILES:
+        raise ValueError(
+            f"schedule={schedule.name!r} with heads_per_group={schedule.heads_per_group} has groups of {num_tiles} tiles; "
+            f"allowed: at most {MAX_TILES}, here heads_per_group={MAX_TILES // shape.num_n_blocks}"
+        )
+
+
 def check_residency(schedule: Schedule, shape: ProblemShape, num_sms: int) -> None:
     """Raises ValueError if `schedule` needs more than `num_sms` CTAs resident at once."""
     if (needed := schedule.min_resident_ctas(shape)) > num_sms:
@@ -330,6 +380,8 @@ def get_shape(q: Tensor, k: Tensor, causal: bool, window_size: tuple[int, int] =
 def _make_shape(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], causal: bool, window_size: tuple[int, int]
 ) -> ProblemShape:
+    # for what has nothing to compute a schedule is chosen as for one token
+    q_shape, k_shape = (tuple(max(extent, 1) for extent in shape) for shape in (q_shape, k_shape))
     causal, window = normalize_mask(causal, window_size, q_shape[1], k_shape[1])
     return get_config(q_shape[-1], causal, window is not None).make_shape_of(q_shape, k_shape, window)
 

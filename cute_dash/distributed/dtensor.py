@@ -29,7 +29,7 @@ class _Dims(NamedTuple):
 
 _TOKENS = _Dims(batch=0, heads=2)  # (batch, seqlen, heads, head_dim)
 _STATS = _Dims(batch=0, heads=1)  # (batch, heads, seqlen)
-_INPUTS = {**dict.fromkeys(("dout", "q", "k", "v", "out"), _TOKENS), "lse": _STATS}
+_INPUTS = {**dict.fromkeys(("dout", "q", "k", "v", "out"), _TOKENS), **dict.fromkeys(("lse", "dlse"), _STATS)}
 
 
 @cache
@@ -38,7 +38,7 @@ def register_sharding_rules() -> None:
 
     Shard(0), the batch, and Shard(2), the heads, are kept, on one mesh dimension or on several, if every rank gets as many
     sequences, query heads and KV heads as the others. Any other placement is redistributed first, to whichever of these
-    or of Replicate() costs least.
+    or of Replicate() costs least. A learnable sink is refused: its gradient is a sum over ranks.
     """
     ops = torch.ops.cute_dash
     register_sharding(ops.attention_forward.default)(_make_rule(ops.attention_forward.default, (_TOKENS, _STATS)))
@@ -55,6 +55,8 @@ def _make_rule(op: torch._ops.OpOverload, outputs: tuple[_Dims, ...]) -> _Rule:
 
     def rule(*args: "torch.distributed.tensor._dtensor_spec.DTensorSpec") -> list[tuple[_Placements, _Placements]]:
         q, k = args[q_idx], args[k_idx]
+        if any(arg is not None and name == "learnable_sink" for name, arg in zip(names, args, strict=False)):
+            raise ValueError("learnable_sink is given with DTensors; allowed: None")
         given = inputs[: len(args)]
 
         def place(get_placement: Callable[[_Dims], Placement]) -> tuple[_Placements, _Placements]:

@@ -22,7 +22,7 @@ from cute_dash.interface import flash_attn_func, flash_attn_varlen_func
 from cute_dash.schedule import Schedule
 
 # arguments of other attention functions, which change what is computed
-_REFUSED = ("s_aux", "position_bias", "alibi", "head_mask", "block_table", "k_cache", "v_cache")
+_REFUSED = ("position_bias", "alibi", "head_mask", "block_table", "k_cache", "v_cache")
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -53,6 +53,7 @@ def attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -64,6 +65,7 @@ def attention(
         key, value: (batch, num_heads_kv, seqlen_k, head_dim).
         attention_mask: None, or segments (batch, seqlen_k).
         sliding_window: keys that a query sees, itself among them; causal only.
+        s_aux: (num_heads,), logits of attention sinks, see `flash_attn_func`'s learnable_sink.
         position_ids: (1 or batch, seqlen_q): where they do not go up by 1, the next packed sequence starts. Not read if
             there are segments or kwargs has the sequences' lengths (cu_seq_lens_q, ... max_length_k).
 
@@ -82,6 +84,7 @@ def attention(
         window_size=_get_window(sliding_window, causal, k.shape[1]),
         softcap=softcap or 0.0,
         schedule=schedule,
+        learnable_sink=s_aux,
     )
     lengths = _get_lengths(q, k, attention_mask, position_ids, kwargs)
     if lengths is not None:

@@ -55,6 +55,7 @@ class AttentionBackward:
         mStuck: cute.Tensor | None,
         mCuSeqlensQ: cute.Tensor | None,
         mCuSeqlensK: cute.Tensor | None,
+        mdLSE: cute.Tensor | None,
         softmax_scale: Float32,
         window_left: Int32,
         window_right: Int32,
@@ -72,6 +73,7 @@ class AttentionBackward:
             mStuck: debug builds: (8,), int32, zeros.
             mCuSeqlensQ, mCuSeqlensK: (number of sequences + 1,), int32, if sequences have lengths of their own: then
                 they follow each other in tensors of batch 1, and seqlen_q and seqlen_k are the tokens of all.
+            mdLSE: like mLSE, its gradient, if it has one.
             window_left, window_right: sides of the window, see `Window`; not read if the configuration has none.
             num_ctas: CTAs of the main kernel; all of them must fit on the device at once.
         """
@@ -80,6 +82,8 @@ class AttentionBackward:
             select_modes(t, (1, 3, 2, 0)) for t in (mdO, mQ, mK, mV, mO, mdQ, mdK, mdV)
         )
         mLSE = select_modes(mLSE, (2, 1, 0))
+        if const_expr(mdLSE is not None):
+            mdLSE = select_modes(mdLSE, (2, 1, 0))
         seqlen_q, _, num_heads, batch = mQ.shape
         seqlen_k, _, num_heads_kv, _ = mK.shape
         extents = Extents(Int32(batch), Int32(num_heads_kv), Int32(seqlen_q), Int32(seqlen_k))
@@ -96,7 +100,7 @@ class AttentionBackward:
         fuse_dQ = const_expr(self.main.fuse_dQ)
         mdQ_main = mdQ if fuse_dQ else None
         mdKV = (mdK, mdV) if const_expr(extents.varlen) else (None, None)
-        pre_gmem = PreGmem(mO, mdO, mLSE, mStats, mdQaccum, mSemaphore, mCounter, mdQ_main, *mdKV)
+        pre_gmem = PreGmem(mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mSemaphore, mCounter, mdQ_main, *mdKV)
         self.pre(pre_gmem, extents, softmax_scale, stream)
         gmem = Gmem(mQ, mK, mV, mdO, mdK, mdV, mdQ_main, mStats, mdQaccum, mSemaphore, mCounter, mRecord, mStuck)
         self.main(gmem, extents, softmax_scale, num_ctas, self.cooperative, stream)

@@ -1,7 +1,7 @@
-"""Before the main kernel: dPsum = rowsum(dO * O) and LSE in the form that `stats` wants, and fresh turnstiles.
+"""Before the main kernel: dPsum = rowsum(dO * O) [- dLSE] and LSE in the form that `stats` wants, and fresh turnstiles.
 
 One CTA per (m_block, stream). Memory bound: reads O and dO once. Rows beyond seqlen_q count as rows that see no key
-(LSE = -inf), with dPsum = 0. Also resets the dQ semaphore of its tile and the claim counter; for an unordered schedule,
+(LSE = -inf), with dPsum = 0. Such a row's LSE is constant: its dLSE is not read. Also resets the dQ semaphore of its tile and the claim counter; for an unordered schedule,
 whose additions find nothing stored before, it zeroes dQaccum. With sequences of different lengths it also zeroes the
 gradients that no work tile writes.
 """
@@ -26,6 +26,7 @@ class PreGmem(NamedTuple):
     mO: cute.Tensor  # (seqlen_q, head_dim, num_heads, batch)
     mdO: cute.Tensor  # (seqlen_q, head_dim, num_heads, batch)
     mLSE_in: cute.Tensor  # (seqlen_q, num_heads, batch), natural log
+    mdLSE: cute.Tensor | None  # (seqlen_q, num_heads, batch), where the LSE has a gradient of its own
     mStats: cute.Tensor  # (stats_size, num_m_blocks, num_streams)
     mdQaccum: cute.Tensor  # (values per warpgroup, num_warpgroups, num_m_blocks, num_streams)
     mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
@@ -95,6 +96,7 @@ class FlashAttentionBackwardPreprocess:
             mO=view(gmem.mO),
             mdO=view(gmem.mdO),
             mLSE_in=view(gmem.mLSE_in),
+            mdLSE=view(gmem.mdLSE),
             mdQ=view(gmem.mdQ),
             mStats=varlen.view_tiles(gmem.mStats, 1, first_m),
             mdQaccum=varlen.view_tiles(gmem.mdQaccum, 2, first_m),
@@ -114,6 +116,8 @@ class FlashAttentionBackwardPreprocess:
         rdO.fill(0.0)
         rLSE = cute.make_rmem_tensor(num_passes, Float32)
         rLSE.fill(-Float32.inf)
+        rdLSE = cute.make_rmem_tensor(num_passes, Float32)
+        rdLSE.fill(0.0)
         for i in cutlass.range_constexpr(num_passes):
             row = m_block * tile_m + first_row + i * self.rows_per_pass
             if self.is_inside(row, seqlen_q, column):
@@ -121,11 +125,16 @@ class FlashAttentionBackwardPreprocess:
                 load_vector(gmem.mdO[row, None, head_idx, batch_idx], column, rdO[None, i])
                 if column == 0:
                     rLSE[i] = gmem.mLSE_in[row, head_idx, batch_idx]
+                    if const_expr(gmem.mdLSE is not None):
+                        if rLSE[i] != -Float32.inf:
+                            rdLSE[i] = gmem.mdLSE[row, head_idx, batch_idx]
         cute.arch.griddepcontrol_launch_dependents()
         for i in cutlass.range_constexpr(num_passes):
             product = rO[None, i].load().to(Float32) * rdO[None, i].load().to(Float32)
             total = product.reduce(cute.ReductionOp.ADD, init_val=0.0, reduction_profile=0)
             total = cute.arch.warp_reduction_sum(total, threads_in_group=self.threads_per_row)
+            if const_expr(gmem.mdLSE is not None):
+                total = total - rdLSE[i]
             row = first_row + i * self.rows_per_pass
             if column == 0 and row < tile_m:
                 self.stats.write_row(gmem.mStats[None, m_block, stream], row, rLSE[i], total, softmax_scale)

@@ -63,7 +63,25 @@ def release_keys():
         for config in CONFIGS
         for name, grouped in zip(varlen[config.mask], (True, False), strict=True)
     ]
-    return [*keys, CompileKey(get_config(128, False), registry.load("shift"), "bfloat16", cooperative=True)]
+    return [
+        *keys,
+        *dlse_keys(),
+        CompileKey(get_config(128, False), registry.load("shift"), "bfloat16", cooperative=True),
+    ]
+
+
+def dlse_keys():
+    """With a gradient of the LSE: a build of every kind."""
+    return [
+        CompileKey(get_config(head_dim, *mask), registry.load(name), "bfloat16", dlse=True, **options)
+        for head_dim, mask, name, options in (
+            (64, (True, False), "hybrid", {}),
+            (128, (False, False), "shift", dict(grouped=True)),
+            (128, (True, False), "shortest_first", dict(varlen=True)),
+            (72, (False, True), "shortest_first", dict(varlen=True, grouped=True)),
+            (64, (False, False), "unordered", {}),
+        )
+    ]
 
 
 def padded_keys():
@@ -141,6 +159,19 @@ def test_padding_costs_no_instruction(key):
     assert kernels.get("post") == expected.get("post")
     assert kernels["pre"].count("LDG") == expected["pre"].count("LDG")
     assert kernels["pre"].count("STG") == expected["pre"].count("STG")
+
+
+@pytest.mark.parametrize("key", dlse_keys(), ids=describe)
+def test_a_gradient_of_the_lse_costs_one_load_and_one_subtraction_for_each_row(key):
+    kernels, expected = build_and_disassemble(key), build_and_disassemble(replace(key, dlse=False))
+    assert kernels["main"] == expected["main"]
+    assert kernels.get("post") == expected.get("post")
+    pre, expected_pre = kernels["pre"], expected["pre"]
+    rows_per_thread = -(-key.config.tile_m // (256 * 8 // key.config.head_dim_padded))
+    assert pre.count("LDG") == expected_pre.count("LDG") + rows_per_thread
+    assert pre.count("STG") == expected_pre.count("STG")
+    num_adds, expected_adds = (kernel.count("FADD") for kernel in (pre, expected_pre))
+    assert num_adds == expected_adds + rows_per_thread
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])

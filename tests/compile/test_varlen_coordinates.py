@@ -3,7 +3,7 @@
 import random
 
 from cute_dash.kernels.varlen import MAX_COORDINATE, MAX_ROWS, WRAP_STRIDE
-from cute_dash.validation import MAX_VARLEN_TOKENS
+from cute_dash.validation import MAX_TOKENS
 
 ELEMENT_BYTES = 2
 
@@ -12,8 +12,8 @@ def test_coordinates_lead_to_the_tokens_of_the_sequence_and_to_no_others():
     rng = random.Random(0)
     for _ in range(1000):
         stride = 8 * rng.randrange(8, 2**14)
-        start = rng.randrange(MAX_VARLEN_TOKENS)
-        length = rng.randrange(MAX_VARLEN_TOKENS - start + 1)
+        start = rng.randrange(MAX_TOKENS)
+        length = rng.randrange(MAX_TOKENS - start + 1)
         for row in (0, length - 1, length, length + 127):
             x, y = MAX_ROWS - length + row, start + length  # what `view_ragged` makes of row
             offset = (x * stride + y * stride + MAX_ROWS * (WRAP_STRIDE - stride)) * ELEMENT_BYTES

@@ -72,6 +72,31 @@ def run_backward_op(x):
     return [grad.full_tensor() for grad in attention_backward(dout, q, k, v, out, lse, schedule=INVARIANT)]
 
 
+def run_lse_gradient(x):
+    """Gradients that come through the LSE alone, once from autograd and once from attention_backward itself."""
+    register_sharding_rules()
+    mesh = get_mesh(4)
+    leaves = [distribute_tensor(t, mesh, [BY_HEADS]).requires_grad_() for t in x[:3]]
+    out, lse = flash_attn_func(*leaves, schedule=INVARIANT, return_lse=True)
+    dlse = lse.detach().sin()
+    grads = torch.autograd.grad(lse, leaves, dlse)
+    q, k, v, out, lse = (t.detach() for t in (*leaves, out, lse))
+    by_hand = attention_backward(torch.zeros_like(out), q, k, v, out, lse, schedule=INVARIANT, dlse=dlse)
+    return [grad.full_tensor() for grad in (*grads, *by_hand)]
+
+
+def run_sink(x):
+    """What a learnable sink raises."""
+    register_sharding_rules()
+    mesh = get_mesh(4)
+    q, k, v = (distribute_tensor(t, mesh, [BY_HEADS]) for t in x[:3])
+    try:
+        flash_attn_func(q, k, v, learnable_sink=distribute_tensor(torch.zeros(HEADS), mesh, [Shard(0)]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -224,3 +249,17 @@ def test_equal_parts(sizes, extent, divides):
         size = staticmethod(sizes.__getitem__)
 
     assert _divides(Mesh, extent) is divides
+
+
+def test_a_gradient_of_the_lse(gloo):
+    x = inputs()
+    out, lse = flash_attn_func(*x[:3], schedule=INVARIANT, return_lse=True)
+    expected = attention_backward(None, *x[:3], out, lse, schedule=INVARIANT, dlse=lse.sin())
+    for answer in gloo.run(run_lse_gradient, x):
+        for name, a, b in zip(NAMES[2:] * 2, answer, expected * 2, strict=True):
+            assert_bitwise_equal(a, b, name)
+
+
+def test_a_sink_is_refused(gloo):
+    for answer in gloo.run(run_sink, inputs()):
+        assert "learnable_sink is given with DTensors; allowed: None" in answer

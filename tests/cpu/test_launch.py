@@ -1,15 +1,18 @@
 """What of the launch can be tested without a GPU."""
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_dash import attention_backward, launch, ops, registry, validation
-from cute_dash.config import get_config
-from cute_dash.kernels.workspace import ALIGNMENT, WorkspaceLayout
+from cute_dash import attention_backward, forward, launch, ops, registry, validation
+from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
+from cute_dash.kernels.workspace import ALIGNMENT, WorkspaceLayout, get_num_tiles
 from cute_dash.testing import random_inputs
+from schedules.longest_first import LongestFirst
 
 
 @pytest.fixture(params=[False, True], ids=["", "deterministic mode"])
@@ -108,7 +111,7 @@ def test_launch_arguments(name, seqlen, causal, cooperative, num_ctas, launches)
         assert all(a is b for a, b in zip(tensors, expected, strict=True))
         num_m_blocks = -(-seqlen // config.tile_m)
         assert workspace.numel() == WorkspaceLayout(6, num_m_blocks, config).size
-        assert rest == (None, None, None, None, 0.5, 0, 0, num_ctas)
+        assert rest == (None, None, None, None, None, 0.5, 0, 0, num_ctas)
 
 
 @pytest.fixture
@@ -215,10 +218,99 @@ def test_a_window_travels_as_two_arguments_of_one_local_kernel(launches):
         launch.backward(*tensors, 0.5, causal, schedule, window_size=window_size)
         key, arguments = launches.pop()
         assert key.config == get_config(64, False, local=True)
-        sent.append(arguments[15:17])
+        sent.append(arguments[16:18])
     assert sent == [(64, 32), (64, 0), (399, 7), (7, 511)]
     for causal, window_size in ((False, (1000, 1000)), (True, (-1, 5)), (False, (400, 0))):
         launch.backward(*tensors, 0.5, causal, schedule, window_size=window_size)
         key, arguments = launches.pop()
         assert key.config == get_config(64, causal or window_size[1] == 0)
-        assert arguments[15:17] == (0, 0)
+        assert arguments[16:18] == (0, 0)
+
+
+# Large problems, whose tensors have no memory here
+
+
+def large(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_the_workspace_of_a_large_batch(launches):
+    q, lse = large(1600, 729, 16, 72), large(1600, 16, 729, dtype=torch.float32)
+    dq, dk, dv = launch.backward(q, q, q, q, q, lse, 0.5, False, registry.load("shortest_first"))
+    assert dq.shape == dk.shape == dv.shape == q.shape
+    _, arguments = launches.pop()
+    config = get_config(72, False)
+    num_tiles = 1600 * 16 * -(-729 // config.tile_m)
+    assert arguments[9].numel() == WorkspaceLayout(1600 * 16, num_tiles // (1600 * 16), config).size
+    assert arguments[9].numel() > num_tiles * config.tile_m * config.head_dim_padded > 2**31
+
+
+def test_the_workspace_of_many_packed_tokens(launches):
+    q, lse = large(1_100_000, 16, 128), large(16, 1_100_000, dtype=torch.float32)
+    cu_seqlens = large(301, dtype=torch.int32)
+    schedule, config = registry.load("shortest_first"), get_config(128, True)
+    launch.backward_varlen(q, q, q, q, q, lse, cu_seqlens, cu_seqlens, 0.5, True, schedule)
+    _, arguments = launches.pop()
+    layout = WorkspaceLayout(16, get_num_tiles(1_100_000, 300, config.tile_m), config)
+    assert arguments[9].numel() == layout.size > 2**31
+
+
+TOO_LARGE = {
+    "tiles": (
+        lambda: (large(2**20, 64, 2**11, 64), {}),
+        rf"{2**31} tiles in its longer direction; allowed: at most {2**30}",
+    ),
+    "queries": (lambda: (large(1, 2**30, 1, 64), {}), rf"q has {2**30} tokens; allowed: at most {2**30 - 2**16}"),
+    "groups": (
+        lambda: (large(1, 2**20, 1, 64), dict(schedule=LongestFirst(heads_per_group=2**18))),
+        rf"heads_per_group={2**18} has groups of {2**31} tiles; allowed: at most {2**30}, here heads_per_group={2**17}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), TOO_LARGE.values(), ids=TOO_LARGE.keys())
+def test_too_many_to_count_is_refused(make, message, monkeypatch):
+    monkeypatch.setattr(validation, "check_device", lambda device: None)
+    q, options = make()
+    with pytest.raises(ValueError, match=message):
+        ops._check(
+            validation.check_qkv, (q, q, q), q, q, None, True, (-1, -1), options.get("schedule", "shortest_first")
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_sequences", "num_heads", "allowed"),
+    [(2**20, 2**10, 16, True), (2**20, 2**23, 1, False), (2**29, 2**10, 1, True), (2**29, 2**10, 2**9, False)],
+)
+def test_too_many_packed_tiles_are_refused(num_tokens, num_sequences, num_heads, allowed):
+    longest = get_config(64, True).make_shape(1, num_heads, 2**20, 2**20)
+    totals = num_tokens, num_tokens
+    if allowed:
+        assert validation.resolve_varlen_schedule("shortest_first", longest, totals, num_sequences).name
+        return
+    with pytest.raises(ValueError, match=rf"tiles; allowed: at most {2**30}, and {2**23} of a head"):
+        validation.resolve_varlen_schedule("shortest_first", longest, totals, num_sequences)
+
+
+def test_statistics_of_a_heads_tiles_are_found_in_32_bits():
+    for head_dim, mask in itertools.product(SUPPORTED_HEAD_DIMS, [(False, False), (True, False), (False, True)]):
+        assert validation.MAX_VARLEN_TILES * get_config(head_dim, *mask).stats_size <= 2**31
+
+
+@pytest.mark.parametrize("batch", [65_535, 65_536])
+def test_the_forwards_own_limits(batch):
+    with FakeTensorMode():
+        q = torch.empty(batch, 64, 2, 64, dtype=torch.bfloat16, device="cuda")
+        if batch == 65_535:
+            assert forward.forward(q, q, q, 0.1, True)[0].shape == q.shape
+            return
+        with pytest.raises(ValueError, match="65536 sequences .* allowed in a forward pass: at most 65535 sequences"):
+            forward.forward(q, q, q, 0.1, True)
+
+
+def test_cudnn_gets_no_tensor_that_it_may_not_be_able_to_count(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert forward._cudnn_applies(large(2, 2**20, 8, 64), large(2, 2**20, 8, 64), True)
+    assert not forward._cudnn_applies(large(2, 2**20, 16, 64), large(2, 2**20, 8, 64), True)
+    assert not forward._cudnn_applies(large(2, 2**19, 8, 64), large(2, 2**21, 16, 64), False)

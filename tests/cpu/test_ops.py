@@ -154,11 +154,6 @@ def test_inputs_without_requires_grad(wanted):
             assert leaf.grad is None
 
 
-def test_lse_is_not_differentiable():
-    out, lse = cute_dash.flash_attn_func(*leaves(inputs()), return_lse=True)
-    assert out.requires_grad and not lse.requires_grad
-
-
 def test_an_undefined_gradient_of_out_is_passed_on():
     class Dropped(torch.autograd.Function):
         @staticmethod
@@ -243,9 +238,11 @@ def test_no_gradient_is_recorded_where_none_is_asked_for():
 def test_names_and_schemas_of_the_ops_are_those_that_graphs_are_saved_with():
     tensors = "Tensor q, Tensor k, Tensor v"
     options = "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, str schedule"
+    rows = "Tensor out, Tensor lse"
     for op, schema in (
-        ("forward", f"({tensors}, {options}) -> (Tensor, Tensor)"),
-        ("backward", f"(Tensor dout, {tensors}, Tensor out, Tensor lse, {options}) -> (Tensor, Tensor, Tensor)"),
+        ("forward", f"({tensors}, {options}, Tensor? learnable_sink=None) -> (Tensor, Tensor)"),
+        ("backward", f"(Tensor dout, {tensors}, {rows}, {options}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor)"),
+        ("sink_backward", f"(Tensor dout, {rows}, Tensor learnable_sink, Tensor? dlse=None) -> Tensor"),
     ):
         overload = getattr(torch.ops.cute_dash, f"attention_{op}").default
         assert str(overload._schema) == f"cute_dash::attention_{op}{schema}"
@@ -353,6 +350,8 @@ def test_expanded_dout_of_a_sum():
         # contiguous to torch, which ignores the stride of an extent 1
         (lambda x: x.as_strided((1, 8, 4, 64), (3, 256, 64, 1)), False),
         (lambda x: x.as_strided((1, 8, 4, 64), (0, 256, 64, 1)), False),
+        (lambda x: x.as_strided((1, 8, 4, 64), (2**40, 256, 64, 1)), False),
+        (lambda x: x.as_strided((1, 8, 4, 64), (2**33, 256, 64, 1)), True),
     ],
     ids=[
         "contiguous",
@@ -365,6 +364,8 @@ def test_expanded_dout_of_a_sum():
         "rows of 65",
         "1 by 3",
         "1 by 0",
+        "1 by 2**40",
+        "1 by 2**33",
     ],
 )
 def test_aligned_copies_exactly_what_tma_cannot_read(make, kept):

@@ -75,6 +75,27 @@ def test_grouped_queries(family):
     assert_as_eager(family, dict(num_key_value_heads=1), input_ids=make_tokens())
 
 
+@pytest.mark.usefixtures("grouped_queries", "windows")
+def test_attention_sinks():
+    """gpt-oss: a logit per head that attention learns, and layers with and without a window."""
+    changes = dict(
+        hidden_size=64,
+        intermediate_size=32,
+        num_attention_heads=4,
+        head_dim=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=40,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
+    )
+    assert any(name.endswith("sinks") for name, _ in make_model("gpt_oss", **changes).named_parameters())
+    assert_as_eager("gpt_oss", changes, input_ids=make_tokens())
+    padding = torch.ones(2, SEQLEN, dtype=torch.int64)
+    padding[1, :20] = 0
+    assert_as_eager("gpt_oss", changes, input_ids=make_tokens(), attention_mask=padding)
+
+
 def train(family, steps=3):
     model = make_model(family, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -310,12 +331,13 @@ def test_a_static_cache_is_refused():
     [
         (dict(dropout=0.1), "dropout=0.1; allowed: 0"),
         (dict(output_attentions=True), "output_attentions=True"),
-        (dict(s_aux=torch.zeros(2)), "s_aux is given"),
+        (dict(s_aux=torch.zeros(3)), r"learnable_sink has shape \(3,\); allowed: \(2,\)"),
+        (dict(softcap=30.0), "softcap=30.0"),
         (dict(position_bias=torch.zeros(2)), "position_bias is given"),
         (dict(attention_mask=torch.ones(1, 4)), "attention_mask has shape .* and dtype torch.float32"),
         (dict(key=torch.zeros(1, 2, 4, 32)), "k has shape"),
     ],
-    ids=["dropout", "weights", "sinks", "bias", "float mask", "head dim"],
+    ids=["dropout", "weights", "sinks", "softcap", "bias", "float mask", "head dim"],
 )
 def test_bad_calls_raise(changes, message):
     x = torch.zeros(1, 2, 4, 64)

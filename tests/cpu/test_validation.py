@@ -41,10 +41,14 @@ BAD_QKV = {
     "q 3-D": (dict(q=zeros(5, 3, 64)), ValueError, r"q has shape \(5, 3, 64\); allowed: 4-D \(batch, seqlen"),
     "v 5-D": (dict(v=zeros(1, 2, 7, 3, 64)), ValueError, r"v has shape \(1, 2, 7, 3, 64\); allowed: 4-D"),
     "q 0-D": (dict(q=torch.zeros(())), ValueError, r"q has shape \(\); allowed: 4-D"),
-    "no queries": (dict(q=zeros(2, 0, 3, 64)), ValueError, r"q has shape \(2, 0, 3, 64\); allowed: every extent"),
-    "no keys": (dict(k=zeros(2, 0, 3, 64)), ValueError, r"k has shape \(2, 0, 3, 64\); allowed: every extent"),
-    "no heads": (dict(q=zeros(2, 5, 0, 64)), ValueError, "allowed: every extent at least 1"),
-    "no batch": (dict(q=zeros(0, 5, 3, 64)), ValueError, "allowed: every extent at least 1"),
+    "no heads": (dict(q=zeros(2, 5, 0, 64)), ValueError, "allowed: num_heads and head_dim at least 1"),
+    "no KV heads": (dict(k=zeros(2, 7, 0, 64)), ValueError, "allowed: num_heads and head_dim at least 1"),
+    "no batch in q": (dict(q=zeros(0, 5, 3, 64)), ValueError, r"k has shape \(2, 7, 3, 64\); allowed: \(0, 7, 3, 64\)"),
+    "too many queries": (
+        dict(q=zeros(1, 1, 1, 1).expand(2, 2**30, 3, 64)),
+        ValueError,
+        f"q has {2**30} tokens; allowed: at most {2**30 - 2**16}",
+    ),
     "q fp64": (dict(q=zeros(2, 5, 3, 64, dtype=torch.float64)), TypeError, "q has dtype torch.float64; allowed on cpu"),
     "q int": (dict(q=zeros(2, 5, 3, 64, dtype=torch.int32)), TypeError, "q has dtype torch.int32; allowed on cpu"),
     "k fp16": (
@@ -94,6 +98,9 @@ BAD_BACKWARD = {
     "out shape": (dict(out=zeros(2, 7, 3, 64)), ValueError, r"out has shape \(2, 7, 3, 64\); allowed: \(2, 5, 3, 64\)"),
     "lse dtype": (dict(lse=zeros(2, 3, 5)), TypeError, "lse has dtype torch.bfloat16; allowed: torch.float32"),
     "lse order": (dict(lse=torch.zeros(2, 5, 3)), ValueError, r"lse has shape \(2, 5, 3\); allowed: \(2, 3, 5\)"),
+    "dlse dtype": (dict(dlse=zeros(2, 3, 5)), TypeError, "dlse has dtype torch.bfloat16; allowed: torch.float32"),
+    "dlse order": (dict(dlse=torch.zeros(2, 5, 3)), ValueError, r"dlse has shape \(2, 5, 3\); allowed: \(2, 3, 5\)"),
+    "dlse device": (dict(dlse=torch.zeros(2, 3, 5, device="meta")), ValueError, r"dlse is on meta; allowed: .*\(cpu\)"),
     "lse device": (dict(lse=torch.zeros(2, 3, 5, device="meta")), ValueError, r"lse is on meta; allowed: .*\(cpu\)"),
 }
 BAD_OPTIONS = {
