@@ -793,7 +793,9 @@ class FlashAttentionBackwardSm90:
         cute.arch.barrier(barrier_id=NamedBarrierBwd.dQ_sum(context.warpgroup_idx), number_of_threads=WARPGROUP_THREADS)
         mma_piece = wgmma.make_tiled_mma_dQ_piece(self.dtype, self.config)
         sdQ = smem.sdQ[None, None, context.warpgroup_idx]
-        store_dQ, tRS_sdQ = wgmma.make_store_C(mma_piece, sdQ, context.tidx % WARPGROUP_THREADS, transpose=False)
+        # duty // 4 is 0, which the compiler does not know: there are no registers to keep the addresses over the steps
+        tidx = context.tidx % WARPGROUP_THREADS + duty // 4
+        store_dQ, tRS_sdQ = wgmma.make_store_C(mma_piece, sdQ, tidx, transpose=False)
         wgmma.store_C(store_dQ, wgmma.to_operand_A(acc_dQ, self.dtype), tRS_sdQ)
 
     @cute.jit
