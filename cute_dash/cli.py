@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tabulate import tabulate
 
 import cute_dash
-from cute_dash.check import ScheduleError, describe_failure, find_violation
+from cute_dash.check import ScheduleError, TooManyStepsError, describe_failure, find_violation
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, TUNED_HEAD_DIMS, BwdConfig, get_config
-from cute_dash.problem import MASKS, ProblemShape, Window, normalize_mask
+from cute_dash.problem import MASKS, ProblemShape, normalize_mask
 from cute_dash.registry import ScheduleFileError, ShadowedPackageError, UnsupportedShapeError
 from cute_dash.schedule import Schedule, SelectingSchedule, needs_one_cta
 
@@ -72,7 +72,7 @@ def _guarded(command: Callable[[], int]) -> int:
         status = command()
         sys.stdout.flush()
         return status
-    except UsageError as error:
+    except (UsageError, TooManyStepsError) as error:
         print(f"cute-dash: {error}", file=sys.stderr)
         return USAGE
     except (ScheduleError, ScheduleFileError, ShadowedPackageError) as error:
@@ -443,9 +443,11 @@ def _model_row(name: str, given: Schedule, shape: ProblemShape, args: argparse.N
     Raises:
         ScheduleError: the schedule breaks a rule.
     """
+    from cute_dash import registry
+
     row = _empty_row(name)
     try:
-        schedule = _concrete(given, shape)
+        schedule = registry.resolve(given, shape)
     except UnsupportedShapeError as error:
         return {**row, "note": error.reason}
     if violation := find_violation(schedule, shape):
@@ -588,14 +590,15 @@ def _list_keys(
     Raises:
         ScheduleError: it breaks one.
     """
-    from cute_dash.compile import CompileKey
+    from cute_dash.compile import CompileKey, find_small_violation
 
     try:
         kernels = _list_kernels([schedule], config, varlen)
     except Exception as error:  # a user's methods can raise anything
         raise ScheduleError(describe_failure(error, schedule)) from error
     for concrete in dict.fromkeys(kernel.schedule for kernel in kernels):
-        _check_small(concrete, config)
+        if violation := find_small_violation(concrete, config):
+            raise ScheduleError(violation)
     return [
         CompileKey(config, kernel.schedule, dtype, kernel.cooperative, grouped=grouped, varlen=varlen)
         for dtype in dtypes
@@ -603,36 +606,20 @@ def _list_keys(
     ]
 
 
-def _check_small(schedule: Schedule, config: BwdConfig) -> None:
-    """Proves the rules for the first problem of a few tiles that the schedule can order; cheap beside compiling."""
-    for num_tiles in (5, *_NUM_TILES):
-        shape = _square_shape(2, 2, num_tiles, config)
-        if schedule.can_implement(shape):
-            if violation := find_violation(schedule, shape):
-                raise ScheduleError(violation)
-            return
-
-
 def _list_kernels(schedules: Sequence[Schedule], config: BwdConfig, varlen: bool = False) -> list[_Kernel]:
     """The kernels that these schedules run as under a configuration, each once; a selector runs as what it selects."""
     from cute_dash import registry
+    from cute_dash.compile import make_square_shape
 
     kernels: dict[_Kernel, None] = {}  # an ordered set
     for schedule, num_tiles in itertools.product(schedules, _NUM_TILES):
-        shape = _square_shape(1, 16, num_tiles, config)
+        shape = make_square_shape(1, 16, num_tiles, config)
         if varlen and isinstance(schedule, SelectingSchedule):
             schedule = schedule.select_varlen(shape)
         if schedule.can_implement(shape) and (needs_one_cta(schedule) or not varlen):
             concrete = registry.resolve(schedule, shape)
             kernels[_Kernel(concrete, concrete.min_resident_ctas(shape) > 1)] = None
     return list(kernels)
-
-
-def _square_shape(batch: int, num_heads: int, num_tiles: int, config: BwdConfig) -> ProblemShape:
-    """Of a local configuration with a causal window of half the tokens: a kernel takes any, so any tells which it is."""
-    seqlen = num_tiles * config.tile_n
-    window = Window(left=seqlen // 2, right=0) if config.local else None
-    return config.make_shape(batch, num_heads, seqlen, seqlen, window)
 
 
 def _compile_one(key: "CompileKey", folder: Path) -> str:
@@ -647,11 +634,10 @@ def _compile_one(key: "CompileKey", folder: Path) -> str:
         get_backward(key)
     except ImportError as error:
         raise UsageError(f"kernels cannot be compiled here: {error} (see `cute-dash doctor`)") from error
-    except Exception as error:  # the DSL reports what it cannot trace in many ways
-        raise ScheduleError(
-            f"{describe_failure(error, key.schedule)}. In a schedule's methods use cute_dash.ints.where, minimum and "
-            f"maximum instead of if, and, or, min and max; `cute-dash check {key.schedule.name}` says where"
-        ) from error
+    except ScheduleError:
+        raise
+    except Exception as error:
+        raise ScheduleError(describe_failure(error, key.schedule)) from error
     if not key.is_cacheable():
         return "; not stored: only schedules of the package `schedules`, unchanged since the command began, are"
     return "" if (folder / f"{key.digest()}.o").exists() else f"; NOT stored in {folder}"
@@ -746,22 +732,12 @@ def _load(spec: str) -> Schedule:
 
 def _resolve(spec: str, shape: ProblemShape) -> Schedule:
     """The concrete schedule that `spec` means for this shape."""
-    try:
-        return _concrete(_load(spec), shape)
-    except UnsupportedShapeError as error:
-        raise UsageError(str(error)) from error
-
-
-def _concrete(schedule: Schedule, shape: ProblemShape) -> Schedule:
-    """`registry.resolve`, where whatever the schedule's methods raise becomes a ScheduleError."""
     from cute_dash import registry
 
     try:
-        return registry.resolve(schedule, shape)
-    except (ScheduleError, UnsupportedShapeError):
-        raise
-    except Exception as error:
-        raise ScheduleError(f"{schedule.name}: {describe_failure(error, schedule)}") from error
+        return registry.resolve(_load(spec), shape)
+    except UnsupportedShapeError as error:
+        raise UsageError(str(error)) from error
 
 
 @contextmanager
