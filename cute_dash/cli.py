@@ -124,10 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", add_help=False, help="time the kernel and its peers (in a checkout; bench --help)")
 
     command = _add_command(commands, "compile", _compile, "compile kernels into the on-disk cache")
-    command.add_argument(
-        "names", nargs="*", metavar="NAME|module:ATTR", help="schedules (default: all that can order the mask)"
-    )
-    command.add_argument("--schedule", nargs="+", default=[], metavar="NAME", help="the same, as an option")
+    _add_schedules(command, "all that can order the mask")
     command.add_argument(
         "--mask",
         nargs="+",
@@ -170,6 +167,16 @@ def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], i
 
 def _add_schedule(command: argparse.ArgumentParser) -> None:
     command.add_argument("schedule", metavar="NAME|module:ATTR", help="a schedule's name, or where to import one from")
+
+
+def _add_schedules(command: argparse.ArgumentParser, default: str) -> None:
+    """Any number of schedules, by position or by option; `_get_schedules` has them."""
+    command.add_argument("names", nargs="*", metavar="NAME|module:ATTR", help=f"schedules (default: {default})")
+    command.add_argument("--schedule", nargs="+", default=[], metavar="NAME", help="the same, as an option")
+
+
+def _get_schedules(args: argparse.Namespace) -> list[str]:
+    return [*args.names, *args.schedule]
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:
@@ -216,6 +223,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 
 def _add_verify_options(command: argparse.ArgumentParser) -> None:
+    _add_schedules(command, "auto auto_invariant; all: every one that promises bits")
     command.add_argument(
         "--minutes",
         type=_time,
@@ -227,13 +235,6 @@ def _add_verify_options(command: argparse.ArgumentParser) -> None:
         "--emulator", action="store_true", help="the CPU emulator under random interleavings, instead of a GPU"
     )
     group = command.add_argument_group("configurations", "every combination is verified")
-    group.add_argument(
-        "--schedule",
-        nargs="+",
-        default=["auto", "auto_invariant"],
-        metavar="NAME|module:ATTR",
-        help="or all, for every one that promises bits (default: auto auto_invariant)",
-    )
     group.add_argument("--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(TUNED_HEAD_DIMS))
     group.add_argument(
         "--mask",
@@ -519,7 +520,7 @@ def _bench(argv: list[str]) -> int:
 
 
 def _compile(args: argparse.Namespace) -> int:
-    schedules, broken = _schedules_to_compile([*args.names, *args.schedule])
+    schedules, broken = _schedules_to_compile(_get_schedules(args))
     folder = _writable_cache_dir()
     jobs: list[CompileKey] = []
     for head_dim, mask in itertools.product(args.head_dim, args.mask):
@@ -530,7 +531,7 @@ def _compile(args: argparse.Namespace) -> int:
             except ScheduleError as error:
                 broken.setdefault(name, f"{name}: not compiled: {error}")
                 continue
-            if not found and (args.names or args.schedule):
+            if not found and _get_schedules(args):
                 reason = "it cannot order this mask" + (", or may need several CTAs at once" if args.varlen else "")
                 print(f"{name}: nothing to compile for head dim {head_dim}, {mask}: {reason}")
             jobs += [key for key in found if key not in jobs]
@@ -694,7 +695,8 @@ def _select_to_verify(args: argparse.Namespace, default: "verify.Extents") -> "v
         raise UsageError(f"--window {args.window[0]},{args.window[1]} is for --mask local, and --mask has no local")
     window_size = args.window or (seqlen_k // 4, 0)
     extents = Extents(args.batch or default.batch, num_heads, args.kv_heads or num_heads, seqlen_q, seqlen_k)
-    return Selection(tuple(args.schedule), tuple(args.head_dim), tuple(masks), window_size, tuple(args.dtype), extents)
+    schedules = _get_schedules(args) or ["auto", "auto_invariant"]
+    return Selection(tuple(schedules), tuple(args.head_dim), tuple(masks), window_size, tuple(args.dtype), extents)
 
 
 def _doctor(args: argparse.Namespace) -> int:
