@@ -53,9 +53,10 @@ def record(folder: Path, steps: int) -> int:
     start, processes = time.monotonic(), []
     for schedule in SCHEDULES:
         for path in list_runs(folder, schedule):
-            command = [sys.executable, train_gpt.__file__, "--steps", str(steps), "--schedule", schedule]
+            command = [sys.executable, "-m", "examples.train_gpt", "--steps", str(steps), "--schedule", schedule]
+            command += ["--out", str(path.absolute())]
             with path.with_suffix(".log").open("w") as log:
-                processes.append((path, subprocess.Popen([*command, "--out", str(path)], stdout=log, stderr=log)))
+                processes.append((path, subprocess.Popen(command, cwd=DOCUMENT.parent, stdout=log, stderr=log)))
     failed = [path for path, process in processes if process.wait()]
     for path, _ in processes:
         log = path.with_suffix(".log")

@@ -95,7 +95,7 @@ class ProcessGroup:
         for process in self._processes:
             process.join(seconds)
             process.kill()
-            process.join()
+            process.join(10)
         self._pipes, self._processes = [], []
         self._folder.cleanup()
 
