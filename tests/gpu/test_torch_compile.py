@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._inductor.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -22,9 +23,11 @@ FORWARD = torch.ops.cute_dash.attention_forward.default
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
+    """Also without Inductor's cache on disk, which does not see that an op's schema has changed."""
     pytest.importorskip("triton")
     torch._dynamo.reset()
-    yield
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
     torch._dynamo.reset()
 
 
