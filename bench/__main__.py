@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from bench import cells, report
+from bench import cells, plot, report
 from bench.cells import Cell, list_cells, parse_seqlen
 from bench.implementations import OURS, SHIPPED_CONFIG, ConfigChange, find_candidates, parse_peers, parse_schedules
 from bench.results import FAILED, REGIMES, Results, check_same_environment, merge
@@ -60,6 +60,8 @@ def _set_up(args: argparse.Namespace, argv: Sequence[str], started_s: float) -> 
     """
     schedules, peers = _selected_schedules(args), parse_peers(args.peers)
     _selected_cells(args)
+    if args.plot:
+        plot.check_path(args.plot)
     if args.out and args.out.exists() and not args.resume:
         raise ValueError(f"--out {args.out} exists; --resume continues it")
 
@@ -94,6 +96,9 @@ def _time(run: "Run", args: argparse.Namespace) -> int:
         run.log("interrupted")
     for regime in run.plan.regimes:
         print(f"\n{report.summary(run.results, _style(args, regime))}", flush=True)
+    if args.plot and run.results.records:
+        plot.draw(run.results, args.regime if args.regime in run.plan.regimes else "burst", args.plot)
+        print(f"picture: {args.plot}")
     return _run_status(run.results)
 
 
@@ -160,6 +165,8 @@ def _load(paths: Sequence[Path], regime: str) -> Results:
 def _table(args: argparse.Namespace) -> int:
     results = _load(args.table, args.regime)
     print(report.summary(results, _style(args, args.regime)))
+    if args.plot:
+        plot.draw(results, args.regime, plot.check_path(args.plot))
     return 0
 
 
@@ -287,6 +294,9 @@ def _add_how(group: Any) -> None:
     group.add_argument("--max-seconds", type=float, help="start no cell later than this")
     group.add_argument("--out", type=Path, metavar="FILE.json", help="results, rewritten after every cell")
     group.add_argument("--resume", action="store_true", help="continue --out: time the cells that it has not complete")
+    group.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw TFLOPS of every candidate, .png or .svg; also with --table"
+    )
     group.add_argument("--commit", help="the commit to record, where the sources are not a git checkout")
 
 

@@ -288,7 +288,8 @@ def _our_candidates(
             if schedule not in labels:
                 labels[schedule] = _label(schedule, spec, labels.values())
     candidates = [
-        Candidate(Key(OURS, _mode(s), change.label(label)), _prepare_ours(s, config)) for s, label in labels.items()
+        Candidate(Key(OURS, _mode(s), change.label(label)), _prepare_ours(s, config, cell))
+        for s, label in labels.items()
     ]
     return candidates, untimed
 
@@ -308,10 +309,13 @@ def _resolve(spec: str, shape: ProblemShape, num_sms: int | None) -> Schedule:
     return schedule
 
 
-def _prepare_ours(schedule: Schedule, config: BwdConfig) -> "Callable[[Inputs], BackwardCall]":
+def _prepare_ours(schedule: Schedule, config: BwdConfig, cell: Cell) -> "Callable[[Inputs], BackwardCall]":
     def prepare(inputs: "Inputs") -> "BackwardCall":
         from cute_dash.launch import backward
+        from cute_dash.validation import is_tested, prove_once
 
+        if not is_tested(schedule):  # as the op does: a deadlock would hang the GPU
+            prove_once(schedule, cell.problem_shape(config))
         x = inputs
         arguments = (x.dout, x.q, x.k, x.v, x.out, x.lse, x.softmax_scale, x.causal, schedule, config)
         return lambda: backward(*arguments, window_size=x.window_size)

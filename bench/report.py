@@ -96,10 +96,15 @@ def summary(results: Results, style: Style) -> str:
     """Cells by candidates, then the best deterministic schedule of ours and its ratios, then who is not in the table."""
     view = View(results, style.regime)
     keys = view.keys
-    headers = ["cell", *(_column(k) for k in keys), "best det", "/ FA4 det", "/ best nondet", "of floor"]
+    headers = ["cell", *(short_name(k) for k in keys), "best det", "/ FA4 det", "/ best nondet", "of floor"]
     rows = [_summary_row(view, cell, keys, style) for cell in view.cells]
     unit = "TFLOPS" if style.value == "tflops" else "ms per call"
-    lines = [f"Attention backward, {style.regime}, {unit}; {_machine(results)}", "", style.tabulate(rows, headers), ""]
+    lines = [
+        f"Attention backward, {style.regime}, {unit}; {describe_machine(results)}",
+        "",
+        style.tabulate(rows, headers),
+        "",
+    ]
     return "\n".join([*lines, *_footnotes(results)])
 
 
@@ -125,7 +130,7 @@ def headline(results: Results, style: Style) -> str:
     peers = [key for key in view.keys if key.implementation != OURS]
     unordered = Key(OURS, "nondet", "unordered")
     shown = [*peers, unordered]
-    headers = ["cell", "auto", *map(_column, shown), "auto / FA4 det", "auto / best nondet peer", "best", "which"]
+    headers = ["cell", "auto", *map(short_name, shown), "auto / FA4 det", "auto / best nondet peer", "best", "which"]
     rows = []
     for cell in view.cells:
         auto, best = _auto_record(view, cell), view.best(cell, ours=True, mode="det")
@@ -134,7 +139,7 @@ def headline(results: Results, style: Style) -> str:
         values = [style.format(r) if r else "-" for r in (auto, *cells)]
         rows.append([cell.label, *values, *ratios, style.format(best) if best else "-", _schedule_of(best)])
     unit = "TFLOPS" if style.value == "tflops" else "ms per call"
-    return "\n".join([f"{style.regime}, {unit}; {_machine(results)}", "", style.tabulate(rows, headers)])
+    return "\n".join([f"{style.regime}, {unit}; {describe_machine(results)}", "", style.tabulate(rows, headers)])
 
 
 def _schedule_of(record: Record | None) -> str:
@@ -169,8 +174,8 @@ def compare(old: Results, new: Results, threshold: float, style: Style) -> tuple
         rows.append([cell_label, label, *times, f"{ratio:.3f}", verdict])
     only = [sum(len(v.by_cell[c]) for c in v.by_cell) - len(common) for v in (a, b)]
     lines = [
-        f"old: {_machine(old)}",
-        f"new: {_machine(new)}",
+        f"old: {describe_machine(old)}",
+        f"new: {describe_machine(new)}",
         "",
         style.tabulate(rows, ["cell", "candidate", "old ms", "new ms", "speed ratio", "verdict"]),
         "",
@@ -225,13 +230,15 @@ def load_paper(path: Path = PAPER_FILE) -> dict[tuple[str, int, str, int], float
         }
 
 
-def _column(key: Key) -> str:
+def short_name(key: Key) -> str:
+    """What a candidate is called in tables and pictures."""
     if key.implementation == OURS:
         return key.schedule or OURS
     return f"{'FA4' if key.implementation == FA4_DET.implementation else key.implementation} {key.mode}"
 
 
-def _machine(results: Results) -> str:
+def describe_machine(results: Results) -> str:
+    """Device, versions, commit and date of a file."""
     e = results.environment
     names = ("gpu", "sm_count", "driver", "torch", "dsl", "commit", "date")
     gpu, sms, driver, torch, dsl, commit, date = (e.get(name, "unknown") for name in names)

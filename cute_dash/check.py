@@ -34,10 +34,15 @@ from cute_dash.traced_int import TracedInt
 
 _TRACED_TILES = 64  # rule 4 traces so many work tiles, evenly spread, and so many steps of each
 _TRACED_STEPS = 8
+MAX_STEPS = 20_000_000  # about a minute, and 2 GB
 
 
 class ScheduleError(ValueError):
     """A schedule breaks a rule of the contract."""
+
+
+class TooManyStepsError(ValueError):
+    """A shape has more steps than can be enumerated in a reasonable time."""
 
 
 class DQTile(NamedTuple):
@@ -87,13 +92,27 @@ def check(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = N
 
     Raises:
         ScheduleError: the first violation: rule, tile, m_block, step and both values.
+        TooManyStepsError: the shape has more than MAX_STEPS steps.
     """
+    _check_size(shape)
     try:
         _check_rules(schedule, shape, resident_ctas)
     except ScheduleError:
         raise
     except Exception as error:
         raise ScheduleError(describe_failure(error, schedule)) from error
+
+
+def _check_size(shape: ProblemShape) -> None:
+    num_steps = shape.num_n_blocks * shape.num_streams  # at least one step of each, to begin with
+    if num_steps <= MAX_STEPS:
+        steps = (shape.get_m_block_max(n) - shape.get_m_block_min(n) for n in range(shape.num_n_blocks))
+        num_steps = sum(steps) * shape.num_streams * shape.group_size
+    if num_steps > MAX_STEPS:
+        raise TooManyStepsError(
+            f"{shape} has {num_steps:,} steps or more; at most {MAX_STEPS:,} are enumerated: fewer sequences, heads or tokens "
+            f"show the same order"
+        )
 
 
 def _check_rules(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None) -> None:
@@ -112,7 +131,11 @@ def _check_rules(schedule: Schedule, shape: ProblemShape, resident_ctas: int | N
 
 
 def find_violation(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = None) -> str | None:
-    """The message of the first violation that `check` finds, or None."""
+    """The message of the first violation that `check` finds, or None.
+
+    Raises:
+        TooManyStepsError: as `check`.
+    """
     try:
         check(schedule, shape, resident_ctas)
     except ScheduleError as error:
@@ -123,15 +146,26 @@ def find_violation(schedule: Schedule, shape: ProblemShape, resident_ctas: int |
 def describe_failure(error: BaseException, schedule: Schedule | None = None) -> str:
     """One line about what a schedule raised: its method with file and line, if the traceback knows it, and the error.
 
-    Of an error of several lines, perhaps coloured for a terminal, the first line is taken.
+    Of an error of several lines, perhaps coloured for a terminal, the first line is taken. What the CuTe DSL says of a traced
+    value that is used like a Python one is said in the words of rule 4.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0].strip()
-    method = _find_method(error, schedule)
+    method = find_method(error, schedule)
+    for mark, advice in _DSL_ERRORS.items():
+        if method and mark in text:
+            return f"rule 4 (traceable): {method} {advice}"
     return f"{method + ' raised ' if method else ''}{type(error).__name__}{': ' + text if text else ''}"
 
 
-def _find_method(error: BaseException, schedule: Schedule | None) -> str | None:
-    """The innermost method of a schedule of this class that the error passed through."""
+_DSL_ERRORS = {
+    "PHASE_DYNAMIC_TO_STATIC_BOOL": "asks for the truth value of a traced value; instead of if, and, or, min and max use "
+    "cute_dash.ints.where, minimum and maximum",
+    "PHASE_DYNAMIC_INDEX": "takes a traced value for an index, a range bound, an int or a float, which it cannot be",
+}
+
+
+def find_method(error: BaseException, schedule: Schedule | None) -> str | None:
+    """The innermost method of a schedule of this class that the error passed through, with file and line."""
     found, traceback = None, error.__traceback__
     while traceback:
         code, owner = traceback.tb_frame.f_code, traceback.tb_frame.f_locals.get("self")
@@ -194,12 +228,16 @@ def _check_coverage(schedule: Schedule, shape: ProblemShape) -> list[TileOrder]:
 
 
 def _check_tile(work_idx: int, tile: WorkTile, claims: dict[WorkTile, int], shape: ProblemShape) -> None:
+    if not isinstance(tile, WorkTile):
+        raise ScheduleError(
+            f"rule 1 (coverage): work_idx {work_idx}: get_work_tile gives {_show(tile)}; allowed: a WorkTile"
+        )
     extents = {"n_block": shape.num_n_blocks, "head_idx": shape.num_heads, "batch_idx": shape.batch}
     for field, extent in extents.items():
         value = getattr(tile, field)
         if not _is_index(value, extent):
             raise ScheduleError(
-                f"rule 1 (coverage): work_idx {work_idx} claims {field}={value!r}; allowed: ints in [0, {extent})"
+                f"rule 1 (coverage): work_idx {work_idx}: get_work_tile gives {field}={_show(value)}; allowed: ints in [0, {extent})"
             )
     first = claims.setdefault(tile, work_idx)
     if first != work_idx:
@@ -210,7 +248,7 @@ def _check_num_steps(num_steps: int, tile: WorkTile, shape: ProblemShape) -> Non
     expected = shape.get_m_block_max(tile.n_block) - shape.get_m_block_min(tile.n_block)
     if type(num_steps) is not int or num_steps != expected:
         raise ScheduleError(
-            f"rule 1 (coverage): {_describe(tile)} has num_steps={num_steps!r}, "
+            f"rule 1 (coverage): {_describe(tile)}: get_num_steps gives {_show(num_steps)}, "
             f"but the mask leaves it {expected} m_blocks"
         )
 
@@ -221,13 +259,13 @@ def _check_loop_order(order: TileOrder, shape: ProblemShape) -> None:
     for step, m_block in enumerate(order.m_blocks):
         if type(m_block) is not int or not low <= m_block < high:
             raise ScheduleError(
-                f"rule 1 (coverage): {_describe(order.tile)} visits m_block={m_block!r} at step {step}; "
+                f"rule 1 (coverage): {_describe(order.tile)}: get_m_block gives {_show(m_block)} at step {step}; "
                 f"the mask leaves it ints in [{low}, {high})"
             )
         first = steps.setdefault(m_block, step)
         if first != step:
             raise ScheduleError(
-                f"rule 1 (coverage): {_describe(order.tile)} visits m_block={m_block} "
+                f"rule 1 (coverage): {_describe(order.tile)}: get_m_block gives {m_block} "
                 f"at step {first} and at step {step}"
             )
 
@@ -243,19 +281,24 @@ def _check_accumulation_order(
         expected = shape.get_n_block_max(m_block) - shape.get_n_block_min(m_block)
         if type(count) is not int or count != expected:
             raise ScheduleError(
-                f"rule 1 (coverage): {where}: lock count {count!r}, but {expected} n_blocks add to this dQ tile"
+                f"rule 1 (coverage): {where}: get_lock_count gives {_show(count)}, but {expected} n_blocks add to this dQ tile"
             )
         if not _is_index(value, count):
             raise ScheduleError(
-                f"rule 1 (coverage): {where}: lock value {value!r}; allowed: ints in [0, {count}), one for each n_block "
+                f"rule 1 (coverage): {where}: get_lock_value gives {_show(value)}; allowed: ints in [0, {count}), one for each n_block "
                 f"that the mask leaves this m_block"
             )
         other = places.setdefault((tile.batch_idx, tile.head_idx, m_block, value), tile.n_block)
         if other != tile.n_block:
             raise ScheduleError(
-                f"rule 1 (coverage): {where}: lock value {value} is also that of n_block={other}; "
-                f"get_lock_value must number the {count} n_blocks that add to a dQ tile 0 to {count - 1}, each once"
+                f"rule 1 (coverage): {where}: get_lock_value gives {value}, as to n_block={other}; "
+                f"it must number the {count} n_blocks that add to a dQ tile 0 to {count - 1}, each once"
             )
+
+
+def _show(value: object) -> str:
+    """For a message; of what is no int also its type, which its repr may not tell."""
+    return repr(value) if type(value) is int or value is None else f"{value!r} of type {type(value).__name__}"
 
 
 def _is_index(value: object, extent: int) -> bool:
@@ -356,7 +399,8 @@ def check_value_object(schedule: Schedule) -> None:
     """Rule 3 as far as the class says: equal schedules must be the same order, because kernels are kept by them.
 
     Raises:
-        ScheduleError: not a frozen dataclass, not hashable, or with fields that equality and hash leave out.
+        ScheduleError: not a frozen dataclass, not hashable, or with fields that equality and hash leave out; a name, version
+            or flag of another type than the protocol's.
     """
     parameters = getattr(type(schedule), "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
@@ -373,6 +417,11 @@ def check_value_object(schedule: Schedule) -> None:
         hash(schedule)
     except TypeError as error:
         raise ScheduleError(f"rule 3 (purity): {schedule!r} is not hashable: {error}") from error
+    for name, kind in (("name", str), ("version", int), ("ordered", bool), ("batch_invariant", bool)):
+        if type(value := getattr(schedule, name)) is not kind:
+            raise ScheduleError(
+                f"rule 3 (purity): {type(schedule).__name__}.{name} is {_show(value)}; allowed: {kind.__name__}"
+            )
 
 
 def _find_fields_without_equality(schedule: Any) -> list[str]:

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tabulate import tabulate
 
 import cute_dash
-from cute_dash.check import ScheduleError, describe_failure, find_violation
+from cute_dash.check import ScheduleError, TooManyStepsError, describe_failure, find_violation
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, TUNED_HEAD_DIMS, BwdConfig, get_config
-from cute_dash.problem import MASKS, ProblemShape, Window, normalize_mask
+from cute_dash.problem import MASKS, ProblemShape, normalize_mask
 from cute_dash.registry import ScheduleFileError, ShadowedPackageError, UnsupportedShapeError
 from cute_dash.schedule import Schedule, SelectingSchedule, needs_one_cta
 
@@ -72,7 +72,7 @@ def _guarded(command: Callable[[], int]) -> int:
         status = command()
         sys.stdout.flush()
         return status
-    except UsageError as error:
+    except (UsageError, TooManyStepsError) as error:
         print(f"cute-dash: {error}", file=sys.stderr)
         return USAGE
     except (ScheduleError, ScheduleFileError, ShadowedPackageError) as error:
@@ -124,10 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", add_help=False, help="time the kernel and its peers (in a checkout; bench --help)")
 
     command = _add_command(commands, "compile", _compile, "compile kernels into the on-disk cache")
-    command.add_argument(
-        "names", nargs="*", metavar="NAME|module:ATTR", help="schedules (default: all that can order the mask)"
-    )
-    command.add_argument("--schedule", nargs="+", default=[], metavar="NAME", help="the same, as an option")
+    _add_schedules(command, "all that can order the mask")
     command.add_argument(
         "--mask",
         nargs="+",
@@ -170,6 +167,16 @@ def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], i
 
 def _add_schedule(command: argparse.ArgumentParser) -> None:
     command.add_argument("schedule", metavar="NAME|module:ATTR", help="a schedule's name, or where to import one from")
+
+
+def _add_schedules(command: argparse.ArgumentParser, default: str) -> None:
+    """Any number of schedules, by position or by option; `_get_schedules` has them."""
+    command.add_argument("names", nargs="*", metavar="NAME|module:ATTR", help=f"schedules (default: {default})")
+    command.add_argument("--schedule", nargs="+", default=[], metavar="NAME", help="the same, as an option")
+
+
+def _get_schedules(args: argparse.Namespace) -> list[str]:
+    return [*args.names, *args.schedule]
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:
@@ -216,6 +223,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 
 def _add_verify_options(command: argparse.ArgumentParser) -> None:
+    _add_schedules(command, "auto auto_invariant; all: every one that promises bits")
     command.add_argument(
         "--minutes",
         type=_time,
@@ -227,13 +235,6 @@ def _add_verify_options(command: argparse.ArgumentParser) -> None:
         "--emulator", action="store_true", help="the CPU emulator under random interleavings, instead of a GPU"
     )
     group = command.add_argument_group("configurations", "every combination is verified")
-    group.add_argument(
-        "--schedule",
-        nargs="+",
-        default=["auto", "auto_invariant"],
-        metavar="NAME|module:ATTR",
-        help="or all, for every one that promises bits (default: auto auto_invariant)",
-    )
     group.add_argument("--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(TUNED_HEAD_DIMS))
     group.add_argument(
         "--mask",
@@ -443,9 +444,11 @@ def _model_row(name: str, given: Schedule, shape: ProblemShape, args: argparse.N
     Raises:
         ScheduleError: the schedule breaks a rule.
     """
+    from cute_dash import registry
+
     row = _empty_row(name)
     try:
-        schedule = _concrete(given, shape)
+        schedule = registry.resolve(given, shape)
     except UnsupportedShapeError as error:
         return {**row, "note": error.reason}
     if violation := find_violation(schedule, shape):
@@ -517,7 +520,7 @@ def _bench(argv: list[str]) -> int:
 
 
 def _compile(args: argparse.Namespace) -> int:
-    schedules, broken = _schedules_to_compile([*args.names, *args.schedule])
+    schedules, broken = _schedules_to_compile(_get_schedules(args))
     folder = _writable_cache_dir()
     jobs: list[CompileKey] = []
     for head_dim, mask in itertools.product(args.head_dim, args.mask):
@@ -528,7 +531,7 @@ def _compile(args: argparse.Namespace) -> int:
             except ScheduleError as error:
                 broken.setdefault(name, f"{name}: not compiled: {error}")
                 continue
-            if not found and (args.names or args.schedule):
+            if not found and _get_schedules(args):
                 reason = "it cannot order this mask" + (", or may need several CTAs at once" if args.varlen else "")
                 print(f"{name}: nothing to compile for head dim {head_dim}, {mask}: {reason}")
             jobs += [key for key in found if key not in jobs]
@@ -588,14 +591,15 @@ def _list_keys(
     Raises:
         ScheduleError: it breaks one.
     """
-    from cute_dash.compile import CompileKey
+    from cute_dash.compile import CompileKey, find_small_violation
 
     try:
         kernels = _list_kernels([schedule], config, varlen)
     except Exception as error:  # a user's methods can raise anything
         raise ScheduleError(describe_failure(error, schedule)) from error
     for concrete in dict.fromkeys(kernel.schedule for kernel in kernels):
-        _check_small(concrete, config)
+        if violation := find_small_violation(concrete, config):
+            raise ScheduleError(violation)
     return [
         CompileKey(config, kernel.schedule, dtype, kernel.cooperative, grouped=grouped, varlen=varlen)
         for dtype in dtypes
@@ -603,36 +607,20 @@ def _list_keys(
     ]
 
 
-def _check_small(schedule: Schedule, config: BwdConfig) -> None:
-    """Proves the rules for the first problem of a few tiles that the schedule can order; cheap beside compiling."""
-    for num_tiles in (5, *_NUM_TILES):
-        shape = _square_shape(2, 2, num_tiles, config)
-        if schedule.can_implement(shape):
-            if violation := find_violation(schedule, shape):
-                raise ScheduleError(violation)
-            return
-
-
 def _list_kernels(schedules: Sequence[Schedule], config: BwdConfig, varlen: bool = False) -> list[_Kernel]:
     """The kernels that these schedules run as under a configuration, each once; a selector runs as what it selects."""
     from cute_dash import registry
+    from cute_dash.compile import make_square_shape
 
     kernels: dict[_Kernel, None] = {}  # an ordered set
     for schedule, num_tiles in itertools.product(schedules, _NUM_TILES):
-        shape = _square_shape(1, 16, num_tiles, config)
+        shape = make_square_shape(1, 16, num_tiles, config)
         if varlen and isinstance(schedule, SelectingSchedule):
             schedule = schedule.select_varlen(shape)
         if schedule.can_implement(shape) and (needs_one_cta(schedule) or not varlen):
             concrete = registry.resolve(schedule, shape)
             kernels[_Kernel(concrete, concrete.min_resident_ctas(shape) > 1)] = None
     return list(kernels)
-
-
-def _square_shape(batch: int, num_heads: int, num_tiles: int, config: BwdConfig) -> ProblemShape:
-    """Of a local configuration with a causal window of half the tokens: a kernel takes any, so any tells which it is."""
-    seqlen = num_tiles * config.tile_n
-    window = Window(left=seqlen // 2, right=0) if config.local else None
-    return config.make_shape(batch, num_heads, seqlen, seqlen, window)
 
 
 def _compile_one(key: "CompileKey", folder: Path) -> str:
@@ -647,11 +635,10 @@ def _compile_one(key: "CompileKey", folder: Path) -> str:
         get_backward(key)
     except ImportError as error:
         raise UsageError(f"kernels cannot be compiled here: {error} (see `cute-dash doctor`)") from error
-    except Exception as error:  # the DSL reports what it cannot trace in many ways
-        raise ScheduleError(
-            f"{describe_failure(error, key.schedule)}. In a schedule's methods use cute_dash.ints.where, minimum and "
-            f"maximum instead of if, and, or, min and max; `cute-dash check {key.schedule.name}` says where"
-        ) from error
+    except ScheduleError:
+        raise
+    except Exception as error:
+        raise ScheduleError(describe_failure(error, key.schedule)) from error
     if not key.is_cacheable():
         return "; not stored: only schedules of the package `schedules`, unchanged since the command began, are"
     return "" if (folder / f"{key.digest()}.o").exists() else f"; NOT stored in {folder}"
@@ -708,7 +695,8 @@ def _select_to_verify(args: argparse.Namespace, default: "verify.Extents") -> "v
         raise UsageError(f"--window {args.window[0]},{args.window[1]} is for --mask local, and --mask has no local")
     window_size = args.window or (seqlen_k // 4, 0)
     extents = Extents(args.batch or default.batch, num_heads, args.kv_heads or num_heads, seqlen_q, seqlen_k)
-    return Selection(tuple(args.schedule), tuple(args.head_dim), tuple(masks), window_size, tuple(args.dtype), extents)
+    schedules = _get_schedules(args) or ["auto", "auto_invariant"]
+    return Selection(tuple(schedules), tuple(args.head_dim), tuple(masks), window_size, tuple(args.dtype), extents)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -746,22 +734,12 @@ def _load(spec: str) -> Schedule:
 
 def _resolve(spec: str, shape: ProblemShape) -> Schedule:
     """The concrete schedule that `spec` means for this shape."""
-    try:
-        return _concrete(_load(spec), shape)
-    except UnsupportedShapeError as error:
-        raise UsageError(str(error)) from error
-
-
-def _concrete(schedule: Schedule, shape: ProblemShape) -> Schedule:
-    """`registry.resolve`, where whatever the schedule's methods raise becomes a ScheduleError."""
     from cute_dash import registry
 
     try:
-        return registry.resolve(schedule, shape)
-    except (ScheduleError, UnsupportedShapeError):
-        raise
-    except Exception as error:
-        raise ScheduleError(f"{schedule.name}: {describe_failure(error, schedule)}") from error
+        return registry.resolve(_load(spec), shape)
+    except UnsupportedShapeError as error:
+        raise UsageError(str(error)) from error
 
 
 @contextmanager

@@ -30,7 +30,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from cute_dash.check import ScheduleError, describe_failure, find_method, find_violation
 from cute_dash.config import BwdConfig
+from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import Schedule
 
 ARCH = "sm_90a"
@@ -96,6 +98,9 @@ def get_backward(key: CompileKey) -> CompiledBackward:
     """The compiled backward for a key: from memory, else from disk, else compiled now (seconds).
 
     The returned function launches the three kernels; see `kernels.backward.AttentionBackward.__call__`.
+
+    Raises:
+        ScheduleError: the schedule cannot be traced; in one line its method, and the rule that it broke.
     """
     compiled = _compiled.get(key)
     if compiled is None:
@@ -184,10 +189,45 @@ def build(key: CompileKey, options: str = "") -> Any:
     )
 
 
+def explain_failure(error: Exception, key: CompileKey) -> str | None:
+    """One line about what the schedule did to make the DSL raise; None if the schedule did nothing.
+
+    In the checker's words where it finds it too, on a few tiles; else the method that the error passed through.
+    """
+    if violation := find_small_violation(key.schedule, key.config):
+        return violation
+    return describe_failure(error, key.schedule) if find_method(error, key.schedule) else None
+
+
+# of square problems: an odd number first, so that orders that need an even one show it
+_SMALL_TILES = (5, 1, 2, 4, 8, 16, 32)
+
+
+def find_small_violation(schedule: Schedule, config: BwdConfig) -> str | None:
+    """The violation of the first problem of a few tiles that the schedule can order; cheap beside compiling."""
+    for num_tiles in _SMALL_TILES:
+        shape = make_square_shape(2, 2, num_tiles, config)
+        if schedule.can_implement(shape):
+            return find_violation(schedule, shape)
+    return None
+
+
+def make_square_shape(batch: int, num_heads: int, num_tiles: int, config: BwdConfig) -> ProblemShape:
+    """Of a local configuration with a causal window of half the tokens: a kernel takes any, so any tells which it is."""
+    seqlen = num_tiles * config.tile_n
+    window = Window(left=seqlen // 2, right=0) if config.local else None
+    return config.make_shape(batch, num_heads, seqlen, seqlen, window)
+
+
 def _compile_and_store(key: CompileKey) -> CompiledBackward:
     start = time.monotonic()
     _progress(f"compiling {key.describe()} ...")
-    compiled = build(key)
+    try:
+        compiled = build(key)
+    except Exception as error:  # the DSL reports what it cannot trace in many ways
+        if (reason := explain_failure(error, key)) is None:
+            raise
+        raise ScheduleError(f"{key.describe()} cannot be compiled: {reason}") from error
     _store(key, compiled)
     _progress(f"compiled {key.describe()} in {time.monotonic() - start:.1f} s")
     return compiled  # type: ignore[no-any-return]

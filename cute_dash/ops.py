@@ -24,7 +24,7 @@ from cute_dash.check import check_value_object
 from cute_dash.device import on_device
 from cute_dash.problem import ProblemShape
 from cute_dash.registry import missing_members
-from cute_dash.schedule import Schedule
+from cute_dash.schedule import CompileTimeHandle, Schedule
 from cute_dash.sink import add_sink, get_sink_gradient
 
 _Op: TypeAlias = "torch._ops.OpOverload[..., Any]"
@@ -63,8 +63,6 @@ def last_schedule() -> ScheduleRecord | None:
 _schedules: dict[str, Schedule] = {}
 
 
-# under torch.compile this must run while tracing, or the op would look the handle up before it is known
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def spec_of(schedule: "str | Schedule") -> str:
     """A string that names `schedule` to the ops of this process: a string as it is, an object by a handle.
 
@@ -72,6 +70,16 @@ def spec_of(schedule: "str | Schedule") -> str:
     """
     if isinstance(schedule, str):
         return schedule
+    if isinstance(schedule, CompileTimeHandle):
+        return schedule._get_handle()
+    handle: str = make_handle(schedule)
+    return handle
+
+
+# under torch.compile this must run while tracing, or the op would look the handle up before it is known
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def make_handle(schedule: Schedule) -> str:
+    """The handle of a schedule object, which is remembered."""
     if isinstance(schedule, type) or not isinstance(schedule, Schedule):
         raise TypeError(f"{_describe(schedule)}; allowed: a name, 'module:ATTR' or a Schedule")
     cls = type(schedule)

@@ -5,19 +5,21 @@ installation. Other distributions register a Schedule object under the entry-poi
 """
 
 import difflib
+import os
 import pkgutil
 from dataclasses import replace
 from importlib import import_module, invalidate_caches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from cute_dash.check import check_value_object, describe_failure, show_path
+from cute_dash.check import ScheduleError, check_value_object, describe_failure, show_path
 from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import Schedule, Selector
 
 PACKAGE = "schedules"
 ENTRY_POINT_GROUP = "cute_dash.schedules"
 _SHIPPED = "baseline"  # a module by which the package of this distribution is known
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _MEMBERS = tuple(member for member in vars(Schedule) if not member.startswith("_"))
 
 
@@ -95,13 +97,21 @@ def resolve(spec: str | Schedule, shape: ProblemShape) -> Schedule:
     """The concrete schedule for a shape: `load`, then what a selector such as `auto` selects.
 
     Raises:
-        ValueError: as `load`, and if the schedule cannot implement `shape` (UnsupportedShapeError).
+        ValueError: as `load`, and if the schedule cannot implement `shape` (UnsupportedShapeError) or its methods raise
+            (ScheduleError).
     """
-    schedule = load(spec)
-    if isinstance(schedule, Selector):
-        schedule = schedule.select(shape)
-    if not schedule.can_implement(shape):
-        raise UnsupportedShapeError(schedule.name, shape, _describe_refusal(schedule, shape))
+    given = schedule = load(spec)
+    try:
+        if isinstance(schedule, Selector):
+            schedule = schedule.select(shape)
+        answer = schedule.can_implement(shape)
+        reason = None if answer else _describe_refusal(schedule, shape)
+    except Exception as error:  # a user's methods can raise anything
+        raise ScheduleError(f"{given.name}: {describe_failure(error, schedule)}") from error
+    if type(answer) is not bool:
+        raise ScheduleError(f"{given.name}: can_implement gives {answer!r}; allowed: True or False")
+    if reason is not None:
+        raise UnsupportedShapeError(schedule.name, shape, reason)
     return schedule
 
 
@@ -195,7 +205,14 @@ def _load_attribute(spec: str) -> Schedule:
         raise _attribute_error(spec, module_name, error) from error
     if not hasattr(module, attribute):
         raise ValueError(f"schedule={spec!r}: module {module_name!r} has no attribute {attribute!r}")
-    return _validated(getattr(module, attribute), f"schedule={spec!r}")
+    schedule = _validated(getattr(module, attribute), f"schedule={spec!r}")
+    own_module = f"{PACKAGE}.{schedule.name}"
+    if schedule.name in _packaged() and type(schedule).__module__ != own_module:
+        raise ValueError(
+            f"schedule={spec!r} calls itself {schedule.name!r}, which {PACKAGE}/{schedule.name}.py is; name and version say "
+            f"what the bits depend on, so it must have a name of its own"
+        )
+    return schedule
 
 
 def _attribute_error(spec: str, module_name: str, error: BaseException) -> ValueError:
@@ -209,16 +226,21 @@ def _attribute_error(spec: str, module_name: str, error: BaseException) -> Value
 
 
 def _describe_import_failure(error: BaseException) -> str:
-    """Error, file and line of what went wrong while a module was imported."""
+    """Error, file and line of what went wrong while a module was imported; the line outside of Python's own library."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({show_path(error.filename or '?')}, line {error.lineno})"
     place, traceback = "", error.__traceback__
     while traceback:
         filename = traceback.tb_frame.f_code.co_filename
-        if not filename.startswith("<frozen"):
+        if not filename.startswith("<frozen") and not _is_standard_library(filename):
             place = f" ({show_path(filename)}, line {traceback.tb_lineno})"
         traceback = traceback.tb_next
     return describe_failure(error) + place
+
+
+def _is_standard_library(filename: str) -> bool:
+    """Site-packages are below its folder, but not of it."""
+    return filename.startswith(_STANDARD_LIBRARY) and f"-packages{os.sep}" not in filename
 
 
 def _validated_object(schedule: object) -> Schedule:

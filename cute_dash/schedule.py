@@ -77,6 +77,23 @@ class Selector(Protocol):
         """The schedule to compile for `shape`: a function of the shape alone, never of the device or of a timing."""
 
 
+class CompileTimeHandle:
+    """Base of the schedules here: an object of it can be given to the ops under torch.compile with any torch.
+
+    Of the methods of any object torch.compile can be told to call them while it traces and to take the result for a
+    constant; as arguments of such a function torch 2.11, for one, takes no dataclasses.
+    """
+
+    def _get_handle(self) -> str:
+        from cute_dash.ops import make_handle  # which needs torch
+
+        handle: str = make_handle(self)
+        return handle
+
+    # what torch.compiler.assume_constant_result does
+    _get_handle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 # Streams whose Q, dO and fp32 dQ share the L2 at once, in query tokens, and how many streams at most. Measured on an
 # H200 at 2,048 = heads x head dim: causal 4 streams up to 16k tokens; full 8 at 2k, 4 at 8k and 2 at 16k. Windows, not
 # measured yet, go with causal: there too the tiles in flight are in order along the diagonal.
@@ -113,7 +130,7 @@ def get_stream_tile(n_block: int, stream: int, shape: ProblemShape) -> WorkTile:
 
 
 @dataclass(frozen=True)
-class DenseSchedule:
+class DenseSchedule(CompileTimeHandle):
     """Defaults of an ordered, batch-invariant schedule: ascending loop, ascending accumulation.
 
     For masks that leave a KV tile a range of m_blocks and a Q tile a range of n_blocks: full, causal and sliding windows.
@@ -217,7 +234,7 @@ class SelectorRow(NamedTuple):
         )
 
 
-class SelectingSchedule:
+class SelectingSchedule(CompileTimeHandle):
     """Base of `auto` and its kin: implements the protocol by asking the schedule that `select` names.
 
     Host only, because `select` compares extents: the kernel is compiled for the selected schedule, never for this one.

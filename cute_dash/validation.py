@@ -333,11 +333,12 @@ def prove_lengths(schedule: Schedule, longest: ProblemShape, cu_seqlens: tuple[T
     starts_q, starts_k = (cu.tolist() for cu in cu_seqlens)
     for seqlen_q, seqlen_k in set(zip(_lengths(starts_q), _lengths(starts_k), strict=True)):
         if seqlen_q and seqlen_k:
-            _prove_once(schedule, replace(longest, seqlen_q=seqlen_q, seqlen_k=seqlen_k))  # type: ignore[arg-type]
+            prove_once(schedule, replace(longest, seqlen_q=seqlen_q, seqlen_k=seqlen_k))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
-def _prove_once(schedule: Schedule, shape: ProblemShape) -> None:
+def prove_once(schedule: Schedule, shape: ProblemShape) -> None:
+    """`prove`, once for a schedule and a shape."""
     prove(schedule, shape)
 
 

@@ -17,7 +17,7 @@ RESULTS = regions.FOLDER / "results"
 NONE = """No run is recorded in the repository yet. On a Hopper GPU,
 
     mkdir -p docs/results
-    cute-dash verify-bits --schedule all --minutes 10 --json > docs/results/verify_bits.json
+    cute-dash verify-bits all --minutes 10 --json > docs/results/verify_bits.json
     python -m tests.fuzz --cases 2000 --json docs/results/fuzz.json
     python -m docs.make_determinism
 

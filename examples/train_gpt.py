@@ -20,13 +20,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cute_dash import flash_attn_func, interface
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -192,13 +195,23 @@ def compare(paths: list[str]) -> int:
     return 1
 
 
-def plot(paths: list[str], out: str) -> int:
-    """Draws the losses, their distance from those of the first run, and a cross where a run parts from the first."""
+def plot(groups: list[list[str]], out: str) -> int:
+    """Draws groups of runs side by side: losses, distances from the first run of the group, crosses where runs part from it."""
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(8, 6) if len(groups) == 1 else (5 * len(groups), 5), layout="constrained")
+    grid = figure.subplots(2, len(groups), sharex=True, sharey="row", height_ratios=(2, 1), squeeze=False)
+    for (curves, gaps), paths in zip(grid.T, groups, strict=True):
+        draw_group(curves, gaps, paths)
+    grid[0, 0].set(ylabel="loss, nats per byte")
+    grid[1, 0].set(ylabel="distance from first", ylim=(0, None))
+    figure.savefig(out, dpi=150)
+    return 0
+
+
+def draw_group(curves: "Axes", gaps: "Axes", paths: list[str]) -> None:
+    """Draws runs into an axes for losses and one for distances."""
     runs = [read_rows(path) for path in paths]
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    curves, gaps = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     for i, (path, run) in enumerate(zip(paths, runs, strict=True)):
         size = 1 + len(runs) - i  # equal curves lie on one another: the later ones are thinner
         losses = [float(row.loss) for row in run]
@@ -208,11 +221,8 @@ def plot(paths: list[str], out: str) -> int:
         if parting is not None:
             curves.plot(parting, losses[parting], f"C{i}X", markersize=12)
         gaps.plot([abs(a - float(b.loss)) for a, b in zip(losses, runs[0], strict=False)], linewidth=size)
-    curves.set(ylabel="loss, nats per byte")
     curves.legend()
-    gaps.set(xlabel="step", ylabel="distance from first", ylim=(0, None))
-    figure.savefig(out, dpi=150)
-    return 0
+    gaps.set(xlabel="step")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -224,7 +234,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--out", metavar="FILE", help="record (CSV) of the training, or picture of --plot")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--compare", nargs=2, metavar="CSV", help="say whether two runs are equal, or where they part")
-    action.add_argument("--plot", nargs="+", metavar="CSV", help="draw runs, and where they part from the first")
+    action.add_argument(
+        "--plot",
+        nargs="+",
+        action="append",
+        metavar="CSV",
+        help="draw runs, and where they part from the first; given again: another group of runs beside it",
+    )
     args = parser.parse_args(argv)
     if args.steps < 1 or (args.plot and not args.out):
         parser.error("--steps must be at least 1, and --plot needs --out")

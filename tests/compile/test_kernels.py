@@ -30,7 +30,7 @@ CONFIGS = [
 
 
 def concrete_schedules():
-    schedules = [registry.load(name) for name in registry.available()]
+    schedules = list(registry.load_all()[0].values())
     return [schedule for schedule in schedules if not isinstance(schedule, Selector)]
 
 

@@ -20,7 +20,7 @@ from schedules.symmetric_shift import SymmetricShift
 from schedules.unordered import Unordered
 
 durations = st.fractions(min_value=Fraction(1, 10), max_value=10, max_denominator=10)
-ORDERED = [registry.load(name) for name in registry.available() if registry.load(name).ordered]
+ORDERED = [schedule for schedule in registry.load_all()[0].values() if schedule.ordered]
 
 
 def square(num_heads, num_blocks, causal):

@@ -1077,6 +1077,8 @@ def test_an_existing_file_is_not_overwritten(capsys, tmp_path):
         (["--peers", "fa5"], "fa4, cudnn"),
         (["--batch", "0"], "batch=0"),
         (["--table", "no_such_file.json"], "no_such_file.json"),
+        (["--plot", "picture.gif"], ".png, .svg"),
+        (["--plot", "no_such_folder/picture.png"], "no_such_folder"),
     ],
 )
 def test_wrong_arguments_are_named(capsys, argv, text):
@@ -1097,6 +1099,42 @@ def test_dry_run_lists_what_would_be_timed(capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first == "hd128 causal 2k: cute-dash baseline"
     assert second.startswith("  without cute-dash shift: ") and "cannot implement" in second
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved."""
+    figure = pytest.importorskip("matplotlib.figure", reason="matplotlib, the `plot` extra, is not installed")
+    saved = []
+    save = figure.Figure.savefig
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: (saved.append(self), save(self, *a, **k)))
+    return saved
+
+
+def test_picture_of_lengths(tmp_path, figures):
+    """A panel for each mask, a line for each candidate over the lengths that it was timed at."""
+    causal = {standard_cell(128, "causal", s): {BASELINE: s / 10.0, UNORDERED: 500.0} for s in (1024, 512)}
+    full = {standard_cell(128, "full", 512): {BASELINE: 300.0, FA4_DET: 400.0}}
+    _results(causal | full).save(tmp_path / "a.json")
+    picture = tmp_path / "a.svg"
+    assert command.main(["--table", str(tmp_path / "a.json"), "--plot", str(picture)]) == 0
+    assert picture.read_text().startswith("<?xml")
+    panels = figures[0].axes
+    assert [axes.get_title() for axes in panels] == ["hd128 causal", "hd128 full"]
+    lines = [{line.get_label(): list(line.get_ydata()) for line in axes.lines} for axes in panels]
+    assert lines == [{"baseline": [51.2, 102.4], "unordered": [500, 500]}, {"baseline": [300], "FA4 det": [400]}]
+    assert [tick.get_text() for tick in panels[0].get_xticklabels()] == ["512", "1k"]
+
+
+def test_picture_of_one_shape(tmp_path, figures):
+    """Bars, the fastest at the top."""
+    _results({CELL: {SHIFT: 500.0, BASELINE: 400.0, UNORDERED: 450.0}}).save(tmp_path / "a.json")
+    assert command.main(["--table", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]) == 0
+    (axes,) = figures[0].axes
+    assert axes.get_title() == CELL.label
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["baseline", "unordered", "shift"]
+    assert [round(bar.get_width()) for bar in axes.patches] == [400, 450, 500]
+    assert [bool(bar.get_hatch()) for bar in axes.patches] == [False, True, False]
 
 
 def test_tables_are_printed_from_files(capsys, tmp_path):

@@ -173,23 +173,23 @@ class LiesOnTheDevice(Base):
             FULL,
             r"rule 1 .*work_idx 0 and work_idx 1 both claim tile \(n_block=0, head_idx=0, batch_idx=0\)",
         ),
-        (ClaimsBeyond(), FULL, r"rule 1 .*work_idx 4 claims n_block=4; allowed: ints in \[0, 4\)"),
-        (SkipsAStep(), CAUSAL, r"rule 1 .*n_block=0, .* has num_steps=3, but the mask leaves it 4 m_blocks"),
-        (VisitsTwice(), CAUSAL, r"rule 1 .*n_block=0, .* visits m_block=0 at step 0 and at step 1"),
+        (ClaimsBeyond(), FULL, r"rule 1 .*work_idx 4: get_work_tile gives n_block=4; allowed: ints in \[0, 4\)"),
+        (SkipsAStep(), CAUSAL, r"rule 1 .*n_block=0, .* get_num_steps gives 3, but the mask leaves it 4 m_blocks"),
+        (VisitsTwice(), CAUSAL, r"rule 1 .*n_block=0, .* get_m_block gives 0 at step 0 and at step 1"),
         (
             VisitsMasked(),
             CAUSAL,
-            r"rule 1 .*n_block=1, .* visits m_block=0 at step 0; the mask leaves it ints in \[1, 4\)",
+            r"rule 1 .*n_block=1, .* get_m_block gives 0 at step 0; the mask leaves it ints in \[1, 4\)",
         ),
-        (FloatBlock(), FULL, r"rule 1 .*visits m_block=0.0 at step 0"),
+        (FloatBlock(), FULL, r"rule 1 .*get_m_block gives 0.0 of type float at step 0"),
         (
             SharesALock(),
             FULL,
-            r"rule 1 .*n_block=1, .*m_block=0 \(step 0\): lock value 0 is also that of n_block=0; "
-            r"get_lock_value must number the 4 n_blocks .* 0 to 3, each once",
+            r"rule 1 .*n_block=1, .*m_block=0 \(step 0\): get_lock_value gives 0, as to n_block=0; "
+            r"it must number the 4 n_blocks .* 0 to 3, each once",
         ),
-        (LockBeyond(), FULL, r"rule 1 .*n_block=3, .*lock value 4; allowed: ints in \[0, 4\)"),
-        (WrongCount(), CAUSAL, r"rule 1 .*m_block=0 \(step 0\): lock count 4, but 1 n_blocks add"),
+        (LockBeyond(), FULL, r"rule 1 .*n_block=3, .*get_lock_value gives 4; allowed: ints in \[0, 4\)"),
+        (WrongCount(), CAUSAL, r"rule 1 .*m_block=0 \(step 0\): get_lock_count gives 4, but 1 n_blocks add"),
         (
             Raises(),
             FULL,
@@ -338,9 +338,9 @@ class ComparesWithTheWindow(Base):
     [
         (
             CountsFromZero(),
-            r"n_block=1, .*m_block=2 \(step 1\): lock count 2, but|n_block=2.*lock value 2; allowed: ints in",
+            r"n_block=1, .*m_block=2 \(step 1\): get_lock_count gives 2, but|n_block=2.*get_lock_value gives 2; allowed: ints in",
         ),
-        (EndsWithTheLastQueries(), r"n_block=0.* visits m_block=3 at step 0; the mask leaves it ints in \[0, 2\)"),
+        (EndsWithTheLastQueries(), r"n_block=0.* get_m_block gives 3 at step 0; the mask leaves it ints in \[0, 2\)"),
         (ComparesWithTheWindow(), r"rule 4 \(traceable\).*a traced condition has no truth value"),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, Base) else "",

@@ -13,7 +13,7 @@ import pytest
 from bench import __main__ as bench
 from cute_dash import cli, registry
 from cute_dash.config import TUNED_HEAD_DIMS, get_config
-from docs import make_architecture, make_determinism, make_gallery, regions, tutorial
+from docs import make_architecture, make_determinism, make_gallery, make_training, regions, tutorial
 from docs.figures import cta, memory
 from tests import fuzz
 
@@ -54,6 +54,22 @@ def test_architecture_is_up_to_date():
     assert make_architecture.render(read("architecture.md")) == read("architecture.md"), (
         "run: python -m docs.make_architecture"
     )
+
+
+def test_training_is_up_to_date():
+    assert make_training.render(read("README.md")) == read("README.md"), "run: python -m docs.make_training"
+
+
+def test_training_is_recorded_and_described(tmp_path):
+    """On the CPU, where `unordered` repeats its bits: so the last step of a run is changed by hand."""
+    assert make_training.main(["--run", "--steps", "2", "--folder", str(tmp_path)]) == 0
+    text = make_training.describe(tmp_path)
+    assert "Two runs of `auto` are equal" in text and "after each of 2 steps" in text
+    step, loss, _ = (tmp_path / "unordered_2.csv").read_text().splitlines()[2].split(",")
+    changed = (tmp_path / "unordered_1.csv").read_text().splitlines()[:2] + [f"{step},{float(loss) + 0.5},00"]
+    (tmp_path / "unordered_2.csv").write_text("\n".join(changed) + "\n")
+    text = make_training.describe(tmp_path)
+    assert "Two runs of `unordered` have other weights from step 1 on, and losses that are up to 0.5 apart" in text
 
 
 def test_determinism_is_up_to_date():

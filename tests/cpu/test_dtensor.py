@@ -117,23 +117,29 @@ def get_weight_grads(model):
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
 
 
-def run_tensor_parallel():
+def make_plan():
     """Column-wise projections whose outputs stay DTensors, so that the op is given heads that are sharded."""
+    return {name: ColwiseParallel(use_local_output=False) for name in "qkv"} | {"o": RowwiseParallel()}
+
+
+def run_tensor_parallel():
     register_sharding_rules()
     model, x = make_model()
-    plan = {name: ColwiseParallel(use_local_output=False) for name in "qkv"} | {"o": RowwiseParallel()}
-    parallelize_module(model, get_mesh(4), plan)
+    parallelize_module(model, get_mesh(4), make_plan())
     out = model(x)
     out.square().sum().backward()
     return out.detach(), get_weight_grads(model)
 
 
-def run_fsdp():
-    """Two ranks, each with half of the batch; FSDP averages their gradients."""
-    mesh = get_mesh(2)
+def run_fsdp(tensor_parallel):
+    """Half of the batch on two ranks, or on two pairs that share the heads; FSDP averages the gradients of the halves."""
+    register_sharding_rules()
+    mesh = get_mesh(2, 2) if tensor_parallel else get_mesh(2)
     model, x = make_model()
-    fully_shard(model, mesh=mesh)
-    (model(x.chunk(2)[mesh.get_local_rank()]).square().sum() * 2).backward()
+    if tensor_parallel:
+        parallelize_module(model, mesh["d1"], make_plan())
+    fully_shard(model, mesh=mesh["d0"])
+    (model(x.chunk(2)[mesh.get_local_rank("d0")]).square().sum() * 2).backward()
     return get_weight_grads(model)
 
 
@@ -228,10 +234,11 @@ def test_tensor_parallel_layers(gloo):
             torch.testing.assert_close(actual, expected)
 
 
-def test_fsdp(gloo):
+@pytest.mark.parametrize("tensor_parallel", [False, True], ids=["", "tensor parallel"])
+def test_fsdp(gloo, tensor_parallel):
     model, x = make_model()
     model(x).square().sum().backward()
-    for grads in gloo.run(run_fsdp):
+    for grads in gloo.run(run_fsdp, tensor_parallel):
         for actual, expected in zip(grads, get_weight_grads(model), strict=True):
             torch.testing.assert_close(actual, expected)
 

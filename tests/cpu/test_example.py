@@ -251,3 +251,15 @@ def test_plot_of_what_training_recorded(run, tmp_path, monkeypatch, figures):
     assert exit_status(monkeypatch, "--plot", str(run[0]), "-o", str(tmp_path / "run.png")) == 0
     (line,) = figures[0].axes[0].lines
     assert list(line.get_ydata()) == [float(row["loss"]) for row in read(run[0])]
+
+
+def test_plot_of_two_groups(tmp_path, monkeypatch, figures):
+    rows = [("0", "5.5", "aa"), ("1", "5.25", "bb")]
+    parted = [rows[0], ("1", "5.5", "xx")]
+    a, b, c = (write_rows(tmp_path / f"{name}.csv", run) for name, run in (("a", rows), ("b", rows), ("c", parted)))
+    assert exit_status(monkeypatch, "--plot", a, b, "--plot", a, c, "-o", str(tmp_path / "runs.png")) == 0
+    left, right, left_gaps, right_gaps = figures[0].axes
+    legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (left, right)]
+    assert legends == [["a", "b: equal"], ["a", "c: parts at step 1"]]
+    gaps = [list(axes.lines[1].get_ydata()) for axes in (left_gaps, right_gaps)]
+    assert gaps == [[0, 0], [0, 0.25]]

@@ -22,7 +22,7 @@ from schedules.shift import Shift
 from schedules.shortest_first import ShortestFirst
 from schedules.symmetric_shift import SymmetricShift
 
-SCHEDULES = [registry.load(name) for name in registry.available()]
+SCHEDULES = list(registry.load_all()[0].values())
 CONCRETE = [schedule for schedule in SCHEDULES if not isinstance(schedule, Selector)]
 VARIANTS = [
     Shift(window=1),

@@ -15,7 +15,7 @@ cutlass = pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not insta
 import cutlass.cute as cute  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
-SCHEDULES = [registry.load(name) for name in registry.available()]
+SCHEDULES = list(registry.load_all()[0].values())
 CONCRETE = [schedule for schedule in SCHEDULES if not isinstance(schedule, Selector)]
 
 # small and odd: 7 x 5 tiles of 2 x 3 tokens, the last ones partial, seqlen_q < seqlen_k, groups that do not divide

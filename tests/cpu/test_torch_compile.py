@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._inductor.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -19,8 +20,10 @@ BACKWARD = torch.ops.cute_dash.attention_backward.default
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
+    """Also without Inductor's cache on disk, which does not see that an op's schema has changed."""
     torch._dynamo.reset()
-    yield
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
     torch._dynamo.reset()
 
 

@@ -306,6 +306,17 @@ def test_wrong_options(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_schedules_are_named_by_position_or_option():
+    parse = cli._parser().parse_args
+    for argv, expected in (
+        ([], ("auto", "auto_invariant")),
+        (["shift", "hybrid", "--minutes", "0"], ("shift", "hybrid")),
+        (["shift", "--schedule", "hybrid"], ("shift", "hybrid")),
+        (["all"], ("all",)),
+    ):
+        assert cli._select_to_verify(parse(["verify-bits", *argv]), SMALL).schedules == expected
+
+
 def test_windows_have_defaults():
     parse = cli._parser().parse_args
     chosen = cli._select_to_verify(parse(["verify-bits", "--window", "64,0"]), SMALL)

@@ -39,7 +39,7 @@ def run_installed(wheel, tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(site)
     empty = tmp_path_factory.mktemp("empty")
-    environment = {**os.environ, "PYTHONPATH": str(site), "CUTE_DASH_CACHE": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(site), "CUTE_DASH_CACHE": "0", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(*arguments):
         return run_or_fail(sys.executable, *arguments, cwd=empty, env=environment)
@@ -83,3 +83,8 @@ def test_its_commands_and_its_op_run(run_installed):
         "print(q.grad.isfinite().all().item() and q.grad.abs().max().item() > 0)\n"
     )
     assert run_installed("-c", program).strip() == "True"
+
+
+def test_the_demo_runs(run_installed):
+    output = run_installed("-c", "import sys; from cute_dash.cli import main; sys.exit(main(['demo']))")
+    assert output.splitlines()[-1] == "All gradients right; every ordered schedule repeats its bits."

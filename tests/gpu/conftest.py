@@ -1,6 +1,7 @@
 """Shared by the GPU tests: they need a Hopper, and say why where there is none."""
 
 import contextlib
+import os
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,6 +11,9 @@ from cute_dash import attention_backward, flash_attn_func, registry
 from cute_dash.testing import AttentionInputs, random_inputs, why_no_hopper
 from cute_dash.validation import get_shape
 from tests.gpu.ratios import ERROR_RATIOS
+
+# Without it torch's strict deterministic mode refuses matrix products. It is read once, when cuBLAS starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_terminal_summary(terminalreporter):

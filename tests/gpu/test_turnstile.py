@@ -26,7 +26,7 @@ CONFIGS = [
 ]
 # of a local configuration, for each of EXTENTS: among them KV tiles without steps and dQ tiles without turns
 WINDOWS = [(0, 0), (100, 20), (300, 50), (700, 0), (200, 300)]
-SCHEDULES = [registry.load(name) for name in registry.available()]
+SCHEDULES = list(registry.load_all()[0].values())
 ORDERED = [schedule for schedule in SCHEDULES if schedule.ordered and not isinstance(schedule, Selector)]
 
 every_config = pytest.mark.parametrize(
