@@ -431,10 +431,12 @@ class FlashAttentionBackwardSm90:
                 for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
                     q_tile = self.get_q_tile(step, member, tile, shape)
                     turn = self.get_turn(q_tile, tile, shape)
+                    if const_expr(self.fuse_dQ):
+                        # before the buffer is there, because the sum so far must then be loaded into it
+                        if turn.is_last:
+                            self.wait_turn(own_gmem, own_extents, q_tile, tile, turn.lock_value)
                     self.take_dQ_buffer(parity)
-                    num_sums = self.hand_dQ_buffer(
-                        own_gmem, own_extents, smem, rings, parity, q_tile, tile, turn, num_sums
-                    )
+                    num_sums = self.hand_dQ_buffer(own_gmem, smem, rings, parity, q_tile, turn, num_sums)
                     self.send_dQ(own_gmem, atoms, own_extents, smem, parity, q_tile, tile, turn)
                     if (step == num_steps - 1) & (member == shape.group_size - 1):
                         self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
@@ -489,12 +491,10 @@ class FlashAttentionBackwardSm90:
     def hand_dQ_buffer(
         self,
         gmem: Gmem,
-        extents: Extents,
         smem: Smem,
         rings: Rings,
         parity: Int32,
         q_tile: QTile,
-        tile: WorkTile,
         turn: Turn,
         num_sums: Int32,
     ) -> Int32:
@@ -508,7 +508,6 @@ class FlashAttentionBackwardSm90:
                 duty = Int32(DQDuty.FINISH_ALONE.value)
                 if turn.lock_value > 0:
                     duty = Int32(DQDuty.FINISH.value)
-                    self.wait_turn(gmem, extents, q_tile, tile, turn.lock_value)
                     self.load_sum(gmem, smem, rings.sums + parity, q_tile)
                     cute.arch.mbarrier_wait(rings.sums + parity, num_sums & 1)
                     num_sums += 1
