@@ -30,8 +30,8 @@ class BwdConfig:
         num_stages: Q/LSE and dO/dPsum stages in shared memory.
         num_mma_regs, num_producer_regs: registers per thread after setmaxnreg.
         stats_by_gemm: LSE and dPsum enter S and dP as one more k-step of their GEMMs (`kernels.stats`).
-        fuse_dQ: the main kernel converts finished dQ tiles itself, where its schedule is ordered; otherwise a
-            postprocess kernel does.
+        fuse_dQ: the last to add to a dQ tile scales and rounds it, in the main kernel, where the schedule is ordered;
+            otherwise a postprocess kernel does.
         local: whether a sliding window is compiled in, instead of the causal or the full mask. Its sides are not: they
             are arguments of the kernel.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from cute_dash.config import SMEM_CAPACITY_BYTES, BwdConfig
+from cute_dash.config import SMEM_CAPACITY_BYTES, BwdConfig, get_config
 from docs import regions
 from docs.figures import cta, memory, work_tile
 
@@ -37,7 +37,7 @@ def describe_configs() -> str:
         ["tile_m x tile_n", *(f"{c.tile_m} x {c.tile_n}" for c in configs.values())],
         ["consumer warpgroups", *(str(c.num_mma_warpgroups) for c in configs.values())],
         ["registers per thread, MMA / producer", *(_registers(c) for c in configs.values())],
-        ["dQ converted by", *("CONVERT_DQ" if c.fuse_dQ else "postprocess kernel" for c in configs.values())],
+        ["dQ finished by", *("last contributor" if c.fuse_dQ else "postprocess kernel" for c in configs.values())],
     ]
     parts = {label: memory.list_parts(config) for label, config in configs.items()}
     for name in next(iter(parts.values())):
@@ -48,7 +48,9 @@ def describe_configs() -> str:
 
 
 def _registers(config: BwdConfig) -> str:
-    return f"{config.num_mma_regs} / {config.num_producer_regs}"
+    """Of the configuration, and of that of the full mask where they differ."""
+    configs = (config, get_config(config.head_dim, False))
+    return ", full mask ".join(dict.fromkeys(f"{c.num_mma_regs} / {c.num_producer_regs}" for c in configs))
 
 
 if __name__ == "__main__":

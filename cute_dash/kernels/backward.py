@@ -62,7 +62,7 @@ class AttentionBackward:
         num_ctas: Int32,
         stream,
     ):
-        """Launches the kernels: preprocess, main and, where the main one does not convert dQ, postprocess.
+        """Launches the kernels: preprocess, main and, where the main one does not finish dQ, postprocess.
 
         Args:
             mdO, mQ, mO, mdQ: (batch, seqlen_q, num_heads, head_dim), 16 bit.

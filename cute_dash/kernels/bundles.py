@@ -31,7 +31,7 @@ class Gmem(NamedTuple):
     mdO: cute.Tensor
     mdK: cute.Tensor
     mdV: cute.Tensor
-    mdQ: cute.Tensor | None  # where the main kernel converts dQ
+    mdQ: cute.Tensor | None  # where the main kernel finishes dQ
     mStats: cute.Tensor  # (stats_size, num_m_blocks, num_streams), see `stats`
     mdQaccum: cute.Tensor  # (tile_m * head_dim_padded / num_warpgroups, num_warpgroups, num_m_blocks, num_streams)
     mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)

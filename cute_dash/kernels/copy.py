@@ -65,7 +65,7 @@ def fragment_slots(base: cute.Pointer, num_values: int, tidx: Int32) -> cute.Ten
     """Where thread `tidx` of a warpgroup keeps `num_values` fp32 accumulator registers, in flat register order.
 
     Group i of 4 registers lies at ((i * 128) + tidx) * 4: 16-byte accesses, contiguous across the warpgroup. The dQ
-    partials travel in this order through shared and global memory; only the conversion to dQ undoes it.
+    partials travel in this order through shared and global memory; only finished dQ is in the order of rows.
     """
     layout = cute.make_layout((4, num_values // 4), stride=(1, 4 * 128))
     return cute.make_tensor((base + tidx * 4).align(16), layout)

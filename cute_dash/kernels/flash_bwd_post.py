@@ -1,5 +1,6 @@
 """After the main kernel: dQ = softmax_scale * dQaccum, rounded once to the output dtype.
 
+For unordered schedules, under which no contributor knows that it is the last; otherwise that one does this.
 One CTA per (m_block, stream). dQaccum holds the accumulator registers of the dQ GEMM in flat order; the same tiled MMA
 partitions the output, so each thread converts what one thread of the main kernel computed. Q tiles that see no key
 have no contributor and dQaccum holds nothing for them: their dQ is zero.

@@ -31,7 +31,7 @@ class PreGmem(NamedTuple):
     mdQaccum: cute.Tensor  # (values per warpgroup, num_warpgroups, num_m_blocks, num_streams)
     mSemaphore: cute.Tensor  # (num_m_blocks, num_streams)
     mCounter: cute.Tensor  # (1,)
-    mdQ: cute.Tensor | None  # (seqlen_q, head_dim, num_heads, batch), where the main kernel converts dQ
+    mdQ: cute.Tensor | None  # (seqlen_q, head_dim, num_heads, batch), where the main kernel finishes dQ
     mdK: cute.Tensor | None  # (seqlen_k, head_dim, num_heads_kv, 1), with sequences of different lengths
     mdV: cute.Tensor | None
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cute_dash.config import CONVERT_STAGES, get_config
+from cute_dash.config import get_config
 
 # what the boxes say of stages and warpgroups is the same in every configuration
 CONFIG = get_config(64, True)
@@ -13,23 +13,22 @@ DATA, SYNC, TURN = "#333333", "#2166ac", "#b2182b"
 BOXES: dict[str, tuple[float, float, float, float, str, str]] = {
     "inputs": (0.0, 6.9, 1.9, 2.6, GLOBAL, "inputs\nQ, K, V, dO\nLSE, dPsum\n(from preprocess)"),
     "load": (2.6, 8.3, 2.6, 1.2, WARP, "LOAD\nwarp 0: TMA"),
-    "even": (7.6, 8.3, 2.5, 1.2, WARP, "STORE_DQ_EVEN\nwarp 1: even steps"),
-    "odd": (10.3, 8.3, 2.5, 1.2, WARP, "STORE_DQ_ODD\nwarp 2: odd steps"),
-    "convert": (13.2, 8.3, 2.5, 1.2, WARP, "CONVERT_DQ\nwarp 3"),
+    "idle": (5.6, 8.3, 2.2, 1.2, GLOBAL, "warp 3\nnothing to do"),
+    "even": (8.2, 8.3, 2.6, 1.2, WARP, "STORE_DQ_EVEN\nwarp 1: even steps"),
+    "odd": (12.4, 8.3, 2.6, 1.2, WARP, "STORE_DQ_ODD\nwarp 2: odd steps"),
     "ring_Q": (2.2, 4.7, 1.5, 1.6, RING, f"ring_Q\nsQ, sStats\n{CONFIG.num_stages} stages"),
     "ring_dO": (3.85, 4.7, 1.5, 1.6, RING, f"ring_dO\nsdO\n{CONFIG.num_stages} stages"),
     "ring_KV": (5.5, 4.7, 1.5, 1.6, RING, "ring_KV\nsK, sV\n1 stage"),
-    "ring_work": (7.2, 4.7, 1.3, 1.6, RING, "ring_work\nsWork\nclaims"),
-    "sdS": (8.7, 4.7, 1.3, 1.6, BUFFER, f"sdS\n{CONFIG.num_stages} stages"),
-    "sdQ": (10.2, 4.7, 1.6, 1.6, BUFFER, "sdQ\nfp32 staging\n1 stage"),
-    "pieces": (13.2, 4.7, 2.5, 1.6, RING, f"ring_pieces\nsPieces: {CONVERT_STAGES} of dQaccum\nsdQ_out: 16-bit tile"),
-    "mma0": (2.2, 1.0, 4.6, 1.7, WARP, "MMA warpgroup 0\nkeys 0 .. 63 of the tile\nS, dP, dV, dQ, dK"),
-    "mma1": (7.2, 1.0, 4.6, 1.7, WARP, "MMA warpgroup 1\nkeys 64 .. 127 of the tile\nS, dP, dV, dQ, dK"),
+    "ring_work": (7.2, 4.7, 1.35, 1.6, RING, "ring_work\nsWork\nclaims"),
+    "sdS": (8.8, 4.7, 1.4, 1.6, BUFFER, f"sdS\n{CONFIG.num_stages} stages"),
+    "sdQ": (12.4, 4.7, 2.6, 1.6, BUFFER, "sdQ: staging\nfp32 partial, or fp32 sum\nand then 16-bit dQ over it"),
+    "mma0": (2.2, 1.0, 5.2, 1.7, WARP, "MMA warpgroup 0\nkeys 0 .. 63 of the tile\nS, dP, dV, dQ, dK"),
+    "mma1": (8.2, 1.0, 6.8, 1.7, WARP, "MMA warpgroup 1\nkeys 64 .. 127 of the tile\nS, dP, dV, dQ, dK"),
     "dKV": (0.0, 1.0, 1.6, 1.7, GLOBAL, "dK, dV\nTMA, through\nsK and sV"),
-    "semaphore": (16.5, 8.6, 2.1, 0.9, GLOBAL, "semaphore\none per dQ tile"),
-    "counter": (16.5, 7.4, 2.1, 0.9, GLOBAL, "counter\nwork tiles claimed"),
-    "dQaccum": (16.5, 5.2, 2.1, 0.9, GLOBAL, "dQaccum\nfp32, register order"),
-    "dQ": (16.5, 3.8, 2.1, 0.9, GLOBAL, "dQ\n16 bit"),
+    "semaphore": (17.1, 8.6, 2.1, 0.9, GLOBAL, "semaphore\none per dQ tile"),
+    "counter": (17.1, 7.3, 2.1, 0.9, GLOBAL, "counter\nwork tiles claimed"),
+    "dQaccum": (17.1, 5.3, 2.1, 1.0, GLOBAL, "dQaccum\nfp32, register order"),
+    "dQ": (17.1, 3.9, 2.1, 0.9, GLOBAL, "dQ\n16 bit"),
 }
 
 # (points, colour, label, label position)
@@ -46,26 +45,33 @@ ARROWS: list[tuple[list[Point], str, str, Point]] = [
     ([(5.1, 2.7), (5.1, 4.7)], SYNC, "empty:\nafter dV", (5.2, 3.7)),
     ([(6.6, 2.7), (6.6, 4.7)], SYNC, "empty: dK, dV\nhave left sK, sV", (6.7, 3.4)),
     ([(2.2, 1.4), (1.6, 1.4)], DATA, "", (0, 0)),
-    ([(8.1, 8.3), (8.1, 6.3)], SYNC, "full: claim", (6.95, 7.4)),
-    ([(7.85, 4.7), (7.85, 4.2)], SYNC, "to all warps", (7.2, 4.05)),
-    ([(9.1, 2.7), (9.1, 4.7)], DATA, "", (0, 0)),
-    ([(9.6, 4.7), (9.6, 2.7)], SYNC, "PdS: both\nhalves of\ndS staged", (9.68, 3.7)),
-    ([(10.9, 2.7), (10.9, 4.7)], DATA, "", (0, 0)),
-    ([(11.0, 6.3), (11.0, 8.3)], SYNC, "dQFull\n[warpgroup][parity]", (9.05, 7.3)),
-    ([(12.2, 8.3), (12.2, 1.9), (11.8, 1.9)], SYNC, "dQEmpty[warpgroup]:\nsdQ has been read", (12.3, 3.3)),
-    ([(11.8, 5.6), (12.6, 5.6), (12.6, 6.8), (16.1, 6.8), (16.1, 5.8), (16.5, 5.8)], DATA, "store, add", (12.7, 6.95)),
-    ([(12.8, 8.7), (13.2, 8.7)], SYNC, "ring_done", (12.45, 8.14)),
+    ([(8.4, 8.3), (8.4, 6.3)], SYNC, "full: claim", (7.25, 7.4)),
+    ([(7.85, 4.7), (7.85, 4.2)], SYNC, "to all warps", (7.25, 4.05)),
+    ([(9.2, 2.7), (9.2, 4.7)], DATA, "", (0, 0)),
+    ([(9.6, 4.7), (9.6, 2.7)], SYNC, "PdS: both\nhalves of\ndS staged", (9.68, 3.75)),
+    ([(10.8, 8.7), (12.4, 8.7)], SYNC, "dQFree[parity]:\nbuffer was read", (10.95, 9.2)),
+    ([(12.4, 8.5), (10.8, 8.5)], SYNC, "", (0, 0)),
+    ([(10.65, 8.3), (10.65, 2.7)], SYNC, "dQEmpty[warpgroup]:\nbuffer is theirs,\nsDuty: what for", (10.75, 4.05)),
+    ([(12.85, 6.3), (12.85, 8.3)], SYNC, "dQFull\n[warpgroup][parity]", (11.2, 7.3)),
+    ([(13.4, 6.3), (13.4, 8.3)], SYNC, "sums[parity]:\nsum so far is here", (13.48, 7.3)),
+    ([(12.75, 2.7), (12.75, 4.7)], DATA, "partial\nor dQ", (12.83, 3.7)),
+    ([(13.75, 4.7), (13.75, 2.7)], DATA, "sum so far", (13.83, 3.7)),
     (
-        [(11.9, 9.5), (11.9, 9.95), (17.6, 9.95), (17.6, 9.5)],
+        [(15.0, 2.3), (15.55, 2.3), (15.55, 1.4), (15.0, 1.4)],
+        SYNC,
+        "dQSum[warpgroup]: all\nhave read the sum",
+        (15.65, 1.85),
+    ),
+    ([(15.0, 6.05), (17.1, 6.05)], DATA, "store, add", (15.5, 6.22)),
+    ([(17.1, 5.6), (15.0, 5.6)], DATA, "sum so far,\nto the last", (15.5, 5.28)),
+    ([(15.0, 4.95), (15.4, 4.95), (15.4, 4.35), (17.1, 4.35)], DATA, "dQ of the last", (15.5, 4.18)),
+    (
+        [(13.7, 9.5), (13.7, 9.95), (18.15, 9.95), (18.15, 9.5)],
         TURN,
         "wait for the lock value, pass the turn on",
-        (12.2, 10.1),
+        (13.9, 10.1),
     ),
-    ([(9.0, 9.5), (9.0, 10.45), (19.0, 10.45), (19.0, 7.85), (18.6, 7.85)], TURN, "claim (atomic add)", (9.2, 10.6)),
-    ([(16.5, 5.4), (15.7, 5.4)], DATA, "", (0, 0)),
-    ([(13.9, 6.3), (13.9, 8.3)], DATA, "fp32", (13.35, 7.5)),
-    ([(14.9, 8.3), (14.9, 6.3)], DATA, "scaled,\nrounded", (14.98, 7.4)),
-    ([(13.6, 4.7), (13.6, 4.25), (16.5, 4.25)], DATA, "TMA", (15.9, 4.1)),
+    ([(9.5, 9.5), (9.5, 10.45), (19.5, 10.45), (19.5, 7.75), (19.2, 7.75)], TURN, "claim (atomic add)", (9.7, 10.6)),
 ]
 
 
@@ -75,11 +81,11 @@ def draw() -> Any:
 
     figure = Figure(figsize=(14, 8.2))
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(-0.3, 19.3), ylim=(-0.1, 11.0))
+    axes.set(xlim=(-0.3, 19.7), ylim=(-0.1, 11.0))
     axes.axis("off")
-    _draw_frame(axes, (2.35, 8.0, 13.6, 1.85), "producer warpgroup")
-    _draw_frame(axes, (2.0, 4.4, 13.9, 2.15), "shared memory")
-    _draw_frame(axes, (2.0, 0.55, 10.0, 2.4), "consumer warpgroups")
+    _draw_frame(axes, (2.35, 8.0, 12.9, 1.85), "producer warpgroup")
+    _draw_frame(axes, (2.0, 4.4, 13.25, 2.15), "shared memory")
+    _draw_frame(axes, (2.0, 0.55, 13.25, 2.4), "consumer warpgroups")
     for points, color, label, (x, y) in ARROWS:
         _draw_arrow(axes, points, color)
         if label:

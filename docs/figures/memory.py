@@ -2,15 +2,7 @@
 
 from typing import Any
 
-from cute_dash.config import (
-    CONVERT_PIECE,
-    CONVERT_STAGES,
-    NUM_DS_STAGES,
-    SMEM_CAPACITY_BYTES,
-    TUNED_HEAD_DIMS,
-    BwdConfig,
-    get_config,
-)
+from cute_dash.config import NUM_DS_STAGES, SMEM_CAPACITY_BYTES, TUNED_HEAD_DIMS, BwdConfig, get_config
 
 COLORS = {
     "sQ": "#4c78a8",
@@ -21,8 +13,6 @@ COLORS = {
     "sdQ": "#e45756",
     "sStats": "#9d9da1",
     "sOnes": "#c4c4c8",
-    "sdQ_out": "#b279a2",
-    "sPieces": "#d6a5c9",
     "barriers": "#555555",
 }
 
@@ -43,7 +33,7 @@ def list_parts(config: BwdConfig) -> dict[str, int]:
     """Bytes of each part of a CTA's shared memory; together `config.smem_bytes`.
 
     The tensors are those of `FlashAttentionBackwardSm90.shared_storage`; "barriers" is what the configuration sets
-    aside for mbarriers, claims and padding.
+    aside for mbarriers, claims, the duty and padding.
     """
     element, fp32 = 2, 4
     q = config.num_stages * config.tile_m * config.head_dim_padded * element
@@ -57,8 +47,6 @@ def list_parts(config: BwdConfig) -> dict[str, int]:
         "sdQ": config.tile_m * config.head_dim_padded * fp32,
         "sStats": config.num_stages * config.stats_size * fp32,
         "sOnes": config.ones_size * element,
-        "sdQ_out": config.tile_m * config.head_dim_padded * element if config.fuse_dQ else 0,
-        "sPieces": CONVERT_PIECE * CONVERT_STAGES * fp32 if config.fuse_dQ else 0,
     }
     return {**parts, "barriers": config.smem_bytes - sum(parts.values())}
 

@@ -2,10 +2,13 @@
 
 from typing import Any, NamedTuple
 
-ROWS = ("LOAD", "MMA warpgroups", "STORE_DQ_EVEN", "STORE_DQ_ODD", "CONVERT_DQ")
+ROWS = ("LOAD", "MMA warpgroups", "STORE_DQ_EVEN", "STORE_DQ_ODD")
 NUM_STEPS = 4
 STEP = 3.0  # length of a step on the MMA warpgroups
 START = 2.4  # when the first Q, K and V have arrived
+READ = 0.9  # until what is staged has been read, and the staging buffer goes to the other store warp
+FINISHED = 2  # the step at which this work tile is the last to add
+FINISH = 0.8  # add the sum so far, scale, round
 POLL, WAIT, WORK, HAND_OVER, MOVE = "#f2cf8d", "#eeeeee", "#9ecae1", "#fdae6b", "#c7e9c0"
 
 
@@ -23,13 +26,13 @@ def draw() -> Any:
     """The timeline as a matplotlib figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.9), layout="constrained")
+    figure = Figure(figsize=(12, 3.3), layout="constrained")
     axes = figure.add_subplot()
-    for bar in [*_list_load(), *_list_mma(), *_list_stores(), *_list_conversions()]:
+    for bar in [*_list_load(), *_list_mma(), *_list_stores()]:
         y = ROWS.index(bar.row)
         axes.barh(y, bar.end - bar.start, left=bar.start, height=0.66, color=bar.color, edgecolor="#444444", lw=0.6)
         axes.text((bar.start + bar.end) / 2, y, bar.text, ha="center", va="center", fontsize=7)
-    claim = _staged(NUM_STEPS - 1) + 0.35
+    claim = _staged(NUM_STEPS - 1) + 0.1
     for time, text in ((0.0, "claim"), (claim, "claim of the next tile")):
         axes.axvline(time, color="#b2182b", linewidth=1, linestyle=(0, (4, 2)))
         axes.text(time + 0.08, -0.62, text, color="#b2182b", fontsize=8, ha="left", va="center")
@@ -51,7 +54,7 @@ def _list_load() -> list[Bar]:
     for step in range(2, NUM_STEPS):
         start = START + (step - 1) * STEP
         bars.append(Bar("LOAD", start, start + 1.2, MOVE, f"Q, dO {step}"))
-    claim = _staged(NUM_STEPS - 1) + 0.4
+    claim = _staged(NUM_STEPS - 1) + 0.15
     epilogue_end = START + NUM_STEPS * STEP + 1.7
     bars += [Bar("LOAD", claim, claim + 0.9, MOVE, "next Q 0"), Bar("LOAD", claim + 0.9, epilogue_end, WAIT, "ring_KV")]
     return [*bars, Bar("LOAD", epilogue_end, epilogue_end + 1.6, MOVE, "next K, V, dO 0")]
@@ -61,29 +64,38 @@ def _list_mma() -> list[Bar]:
     row, bars = "MMA warpgroups", []
     for step in range(NUM_STEPS):
         start = START + step * STEP
-        bars.append(Bar(row, start, start + STEP, WORK, f"step {step}\nS, dP, dV, dQ, dK"))
+        if step == FINISHED:
+            ends = (_staged(step) - FINISH, _staged(step), start + STEP)
+            bars.append(Bar(row, start, ends[0], WORK, f"step {step}\nS, dP, dV, dQ"))
+            bars.append(Bar(row, ends[0], ends[1], MOVE, "finish\ndQ"))
+            bars.append(Bar(row, ends[1], ends[2], WORK, "dK"))
+        else:
+            bars.append(Bar(row, start, start + STEP, WORK, f"step {step}\nS, dP, dV, dQ, dK"))
     end = START + NUM_STEPS * STEP
     bars.append(Bar(row, end, end + 1.7, MOVE, "epilogue\ndK, dV"))
     return [*bars, Bar(row, end + 3.3, end + 5.6, WORK, "next tile, step 0")]
 
 
 def _list_stores() -> list[Bar]:
-    """Each store warp waits for its turn, adds what is staged, and hands the turn on behind the other's step."""
+    """Each store warp takes the staging buffer from the other, waits for its turn, adds, and hands over behind its step."""
     bars: list[Bar] = []
+    idle_since = {0: 0.3, 1: 0.3}  # of each parity
     for step in range(NUM_STEPS):
         row = ("STORE_DQ_EVEN", "STORE_DQ_ODD")[step % 2]
-        ready = 0.3 if step < 2 else _staged(step - 2) + 2.9
-        add = _staged(step)
-        bars.append(Bar(row, ready, add, POLL, f"turn {step}?" if step > 1 else f"wait for the turn of step {step}"))
-        bars.append(Bar(row, add, add + 1.1, MOVE, f"add {step}"))
-        bars.append(Bar(row, add + 1.1, add + 2.9, HAND_OVER, "complete,\nfence, release"))
-    return bars
-
-
-def _list_conversions() -> list[Bar]:
-    """As if this work tile were the last to add at steps 1 and 3."""
-    bars = []
-    for step in (1, 3):
-        start = _staged(step) + 3.0
-        bars.append(Bar("CONVERT_DQ", start, start + 2.6, WORK, f"dQ tile of step {step}\nto the output dtype"))
+        staged = _staged(step)
+        start = _staged(step - 1) + READ if step else 0.3
+        if step:
+            bars.append(Bar(row, idle_since[step % 2], start, WAIT, "buffer?"))
+        if step == FINISHED:
+            loaded = staged - FINISH
+            bars.append(Bar(row, start, loaded - 0.6, POLL, f"turn {step}?"))
+            bars.append(Bar(row, loaded - 0.6, loaded, MOVE, "sum"))
+            bars.append(Bar(row, loaded, staged, WAIT, "dQFull"))
+            bars.append(Bar(row, staged, staged + READ, MOVE, "store\ndQ"))
+            idle_since[step % 2] = staged + READ
+        else:
+            bars.append(Bar(row, start, staged, POLL, f"turn {step}?"))
+            bars.append(Bar(row, staged, staged + READ, MOVE, f"add {step}"))
+            bars.append(Bar(row, staged + READ, staged + 2.7, HAND_OVER, "complete,\nfence, release"))
+            idle_since[step % 2] = staged + 2.7
     return bars

@@ -25,7 +25,8 @@ class Cta:
     """What one CTA's store warps have left to do, and how far its staging buffer is.
 
     A step of the running number `it` belongs to warp it % 2, which takes its turn, adds and releases, in this order, and
-    then only looks at its next step. Steps are staged one after the other: the buffer must have been read.
+    then only looks at its next step. Steps are staged one after the other: the buffer must have been read. The kernel's
+    warps take turns in the order of the steps, because they take the buffer first; here they may also run ahead.
     """
 
     def __init__(self):

@@ -267,9 +267,11 @@ def test_roles_and_barriers_are_the_kernels():
     text = read("architecture.md")
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     from cute_dash.kernels.bundles import Rings
+    from cute_dash.kernels.pipeline import Ring
     from cute_dash.kernels.roles import NamedBarrierBwd, WarpRole
 
-    named = [f"ring_{ring}" for ring in Rings._fields] + [barrier.name for barrier in NamedBarrierBwd]
+    named = [f"ring_{name}" if kind is Ring else name for name, kind in Rings.__annotations__.items()]
+    named += [barrier.name for barrier in NamedBarrierBwd]
     table = text.split("Synchronization inside a CTA")[1].split("\n\nRings")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == sorted(named, key=table.index)
     for role in WarpRole:
