@@ -77,25 +77,25 @@ def _list_mma() -> list[Bar]:
 
 
 def _list_stores() -> list[Bar]:
-    """Each store warp takes the staging buffer from the other, waits for its turn, adds, and hands over behind its step."""
+    """A store warp gets the staging buffer from the other, waits for its turn, adds, and hands over behind its step."""
     bars: list[Bar] = []
     idle_since = {0: 0.3, 1: 0.3}  # of each parity
     for step in range(NUM_STEPS):
         row = ("STORE_DQ_EVEN", "STORE_DQ_ODD")[step % 2]
         staged = _staged(step)
         start = _staged(step - 1) + READ if step else 0.3
-        if step:
-            bars.append(Bar(row, idle_since[step % 2], start, WAIT, "buffer?"))
+        idle = idle_since[step % 2]
         if step == FINISHED:
-            loaded = staged - FINISH
-            bars.append(Bar(row, start, loaded - 0.6, POLL, f"turn {step}?"))
-            bars.append(Bar(row, loaded - 0.6, loaded, MOVE, "sum"))
-            bars.append(Bar(row, loaded, staged, WAIT, "dQFull"))
+            bars.append(Bar(row, idle, idle + 0.7, POLL, f"turn {step}?"))
+            bars.append(Bar(row, idle + 0.7, start, WAIT, "buffer?"))
+            bars.append(Bar(row, start, start + 0.7, MOVE, "sum"))
+            bars.append(Bar(row, start + 0.7, staged, WAIT, "dQFull?"))
             bars.append(Bar(row, staged, staged + READ, MOVE, "store\ndQ"))
-            idle_since[step % 2] = staged + READ
-        else:
-            bars.append(Bar(row, start, staged, POLL, f"turn {step}?"))
-            bars.append(Bar(row, staged, staged + READ, MOVE, f"add {step}"))
-            bars.append(Bar(row, staged + READ, staged + 2.7, HAND_OVER, "complete,\nfence, release"))
-            idle_since[step % 2] = staged + 2.7
+            continue
+        if step:
+            bars.append(Bar(row, idle, start, WAIT, "buffer?"))
+        bars.append(Bar(row, start, staged, POLL, f"turn {step}?"))
+        bars.append(Bar(row, staged, staged + READ, MOVE, f"add {step}"))
+        idle_since[step % 2] = staged + READ + 1.6
+        bars.append(Bar(row, staged + READ, staged + READ + 1.6, HAND_OVER, "complete,\nfence, release"))
     return bars

@@ -25,8 +25,8 @@ class Cta:
     """What one CTA's store warps have left to do, and how far its staging buffer is.
 
     A step of the running number `it` belongs to warp it % 2, which takes its turn, adds and releases, in this order, and
-    then only looks at its next step. Steps are staged one after the other: the buffer must have been read. The kernel's
-    warps take turns in the order of the steps, because they take the buffer first; here they may also run ahead.
+    then only looks at its next step. Steps are staged one after the other: the buffer must have been read. The kernel
+    waits for the buffer before it waits for a turn, but for the last to add to a dQ tile; here every turn may come first.
     """
 
     def __init__(self):
