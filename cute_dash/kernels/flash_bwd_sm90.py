@@ -524,6 +524,8 @@ class FlashAttentionBackwardSm90:
     @cute.jit
     def load_sum(self, gmem: Gmem, smem: Smem, barrier: cute.Pointer, q_tile: QTile):
         """Starts the copy of what has been added to a dQ tile into the staging buffer."""
+        # once more in the lane that copies, which need not be the one that waited for the turn
+        cute.arch.fence_proxy("async.global")
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.num_mma_warpgroups * self.dQ_values * 4)
         for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
