@@ -75,7 +75,7 @@ class CompileKey:
 
     def describe(self) -> str:
         flags = [name for name in ("varlen", "grouped", "dlse", "debug") if getattr(self, name)]
-        return " ".join((self.schedule.name, f"hd{self.config.head_dim}", self.config.mask, self.dtype, *flags))
+        return " ".join((self.schedule.name, f"hd{self.config.head_dims}", self.config.mask, self.dtype, *flags))
 
     def digest(self) -> str:
         """Hex digest of the key, the sources and the versions."""
@@ -140,15 +140,16 @@ def build(key: CompileKey, options: str = "") -> Any:
     from cute_dash.kernels.backward import AttentionBackward
 
     dtype = getattr(cutlass, DTYPES[key.dtype])
+    head_dim, head_dim_v = key.config.head_dim, key.config.head_dim_v
     batch, num_heads, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(4))
     num_heads_kv = cute.sym_int() if key.grouped else num_heads
 
     def strides(count: int, divisibility: int = 1) -> Any:
         return tuple(cute.sym_int(64, divisibility=divisibility) for _ in range(count))
 
-    def token_tensor(seqlen: Any, heads: Any) -> Any:
+    def token_tensor(seqlen: Any, heads: Any, head_dim: int) -> Any:
         # TMA wants 16-byte aligned strides: multiples of 8 elements
-        shape: Any = (batch, seqlen, heads, key.config.head_dim)
+        shape: Any = (batch, seqlen, heads, head_dim)
         return make_fake_tensor(dtype, shape, (*strides(3, divisibility=8), 1), assumed_align=16)
 
     def debug_tensor(shape: Any, stride: Any) -> Any:
@@ -165,15 +166,15 @@ def build(key: CompileKey, options: str = "") -> Any:
     workspace = make_fake_tensor(Float32, (cute.sym_int(64),), (1,), assumed_align=128)
     return cute.compile(
         AttentionBackward(key.config, dtype, key.schedule, key.cooperative, key.debug, key.grouped),
-        token_tensor(seqlen_q, num_heads),  # dO
-        token_tensor(seqlen_q, num_heads),  # Q
-        token_tensor(seqlen_k, num_heads_kv),  # K
-        token_tensor(seqlen_k, num_heads_kv),  # V
-        token_tensor(seqlen_q, num_heads),  # O
+        token_tensor(seqlen_q, num_heads, head_dim_v),  # dO
+        token_tensor(seqlen_q, num_heads, head_dim),  # Q
+        token_tensor(seqlen_k, num_heads_kv, head_dim),  # K
+        token_tensor(seqlen_k, num_heads_kv, head_dim_v),  # V
+        token_tensor(seqlen_q, num_heads, head_dim_v),  # O
         row_tensor(),  # LSE
-        token_tensor(seqlen_q, num_heads),  # dQ
-        token_tensor(seqlen_k, num_heads_kv),  # dK
-        token_tensor(seqlen_k, num_heads_kv),  # dV
+        token_tensor(seqlen_q, num_heads, head_dim),  # dQ
+        token_tensor(seqlen_k, num_heads_kv, head_dim),  # dK
+        token_tensor(seqlen_k, num_heads_kv, head_dim_v),  # dV
         workspace,
         debug_tensor((cute.sym_int(), cute.sym_int(), cute.sym_int()), (*strides(2), 1)),
         debug_tensor((8,), (1,)),

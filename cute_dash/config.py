@@ -5,17 +5,20 @@ The choice depends on head dim, mask and whether lengths differ, never on the de
 contract.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_dash.problem import ProblemShape, Window
 
-SUPPORTED_HEAD_DIMS = range(32, 129, 8)  # TMA wants strides in multiples of 16 bytes
-ALLOWED_HEAD_DIMS = "multiples of 8 from 32 to 128"  # the same, in messages
-TUNED_HEAD_DIMS = (64, 128)  # of the tiles; the others are padded to the next one of these, in shared memory only
+SUPPORTED_HEAD_DIMS = range(32, 257, 8)  # TMA wants strides in multiples of 16 bytes
+ALLOWED_HEAD_DIMS = "multiples of 8 from 32 to 256"  # the same, in messages
+UNEQUAL_HEAD_DIMS = (192, 128)  # of Q and K, and of V and the output, where they may differ
+TILE_HEAD_DIMS = (64, 96, 128, 192, 256)  # the others are padded to the next one of these, in shared memory only
+TUNED_HEAD_DIMS = (64, 128)  # the measured ones, which tools take by default
 STATS_COLUMNS = 8  # bf16 values per query of the statistics operand: 16 bytes, one row of a wgmma core matrix
 NUM_DS_STAGES = 2  # dS of one step is written while that of the step before is read
 REGISTERS_PER_LANE = 504  # of the warpgroups together: a CTA of 384 threads starts with 168 for each
+NUM_MMA_WARPGROUPS = 2
 SMEM_CAPACITY_BYTES = 227 * 1024  # per CTA on sm_90
 
 
@@ -24,9 +27,10 @@ class BwdConfig:
     """One compiled shape of the backward kernel.
 
     Attributes:
-        head_dim: elements per head of Q, K, V and dO in global memory; see `head_dim_padded` for the tiles.
+        head_dim: elements per head of Q and K in global memory; see `head_dim_padded` for the tiles.
         causal: whether the causal mask is compiled in.
-        tile_m, tile_n: tokens per Q tile and per KV tile; tile_n / 64 consumer warpgroups, 64 keys each.
+        tile_m, tile_n: tokens per Q tile and per KV tile; tile_n also says how the two consumer warpgroups share a step
+            out, see `split_columns`.
         num_stages: Q/LSE and dO/dPsum stages in shared memory.
         num_mma_regs, num_producer_regs: registers per thread after setmaxnreg.
         stats_by_gemm: LSE and dPsum enter S and dP as one more k-step of their GEMMs (`kernels.stats`).
@@ -34,6 +38,9 @@ class BwdConfig:
             otherwise a postprocess kernel does.
         local: whether a sliding window is compiled in, instead of the causal or the full mask. Its sides are not: they
             are arguments of the kernel.
+        head_dim_v: elements per head of V and dO; if 0 is given, head_dim.
+        K_in_regs: K, as operand of S^T, is read from shared memory once per work tile and kept in registers, not read in
+            every step.
     """
 
     head_dim: int
@@ -46,16 +53,28 @@ class BwdConfig:
     stats_by_gemm: bool = False
     fuse_dQ: bool = False
     local: bool = False
+    head_dim_v: int = 0
+    K_in_regs: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
         if self.causal and self.local:
             raise ValueError("causal=True and local=True exclude each other: a causal window is one with right = 0")
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
             raise ValueError(f"head_dim={self.head_dim} is not supported; allowed: {ALLOWED_HEAD_DIMS}")
+        if self.head_dim_v != self.head_dim and (self.head_dim, self.head_dim_v) != UNEQUAL_HEAD_DIMS:
+            raise ValueError(
+                f"head_dim_v={self.head_dim_v} is not supported with head_dim={self.head_dim}; allowed: "
+                f"{self.head_dim}, or head_dim={UNEQUAL_HEAD_DIMS[0]} with head_dim_v={UNEQUAL_HEAD_DIMS[1]}"
+            )
+        if self.head_dim_v != self.head_dim and not self.split_columns:
+            raise ValueError(f"tile_n={self.tile_n} must be 64 where head_dim_v differs from head_dim")
         if self.tile_m % 64 or self.tile_m <= 0:
             raise ValueError(f"tile_m={self.tile_m} must be a positive multiple of 64, the rows of a wgmma")
-        if self.tile_n != 128:
-            raise ValueError(f"tile_n={self.tile_n} must be 128: 64 keys for each of 2 consumer warpgroups")
+        if self.tile_n not in (64, 128):
+            raise ValueError(
+                f"tile_n={self.tile_n} must be 128 or 64: 64 keys for each consumer warpgroup, or for both"
+            )
         if self.num_stages < 1:
             raise ValueError(f"num_stages={self.num_stages} must be at least 1")
         num_regs = self.num_mma_warpgroups * self.num_mma_regs + self.num_producer_regs
@@ -102,16 +121,41 @@ class BwdConfig:
         return "local" if self.local else "causal" if self.causal else "full"
 
     @property
+    def head_dims(self) -> str:
+        """Both head dims as people write them: "128" or "192/128"."""
+        return describe_head_dims(self.head_dim, self.head_dim_v)
+
+    @property
     def head_dim_padded(self) -> int:
-        """Columns of the Q, K, V, dO and dQ tiles, one of `TUNED_HEAD_DIMS`.
+        """Columns of the Q, K and dQ tiles, one of `TILE_HEAD_DIMS`.
 
         The TMA fills those beyond head_dim with zeros when it loads, and leaves them out when it stores.
         """
-        return min(tuned for tuned in TUNED_HEAD_DIMS if tuned >= self.head_dim)
+        return _pad_head_dim(self.head_dim)
+
+    @property
+    def head_dim_v_padded(self) -> int:
+        """Columns of the V and dO tiles."""
+        return _pad_head_dim(self.head_dim_v)
 
     @property
     def num_mma_warpgroups(self) -> int:
-        return self.tile_n // 64
+        return NUM_MMA_WARPGROUPS
+
+    @property
+    def split_columns(self) -> bool:
+        """How the two consumer warpgroups share the GEMMs of a step out.
+
+        False, 128 keys: S^T, dP^T, dK and dV by keys, 64 for each; P^T and dS^T are operands from registers then.
+        True, 64 keys, where 128 would need too many registers: S^T and dP^T by queries, dK and dV by columns, so that
+        P^T and dS^T go through shared memory.
+        """
+        return self.tile_n == 64
+
+    @property
+    def score_columns(self) -> int:
+        """Queries of the part of S^T and dP^T that one warpgroup computes."""
+        return self.tile_m // self.num_mma_warpgroups if self.split_columns else self.tile_m
 
     @property
     def stats_size(self) -> int:
@@ -127,37 +171,65 @@ class BwdConfig:
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes: Q, dO and dS stages, K, V, the fp32 dQ staging tile and the row statistics."""
         element, fp32 = 2, 4
-        q_elements, kv_elements = self.tile_m * self.head_dim_padded, self.tile_n * self.head_dim_padded
-        q_do = 2 * self.num_stages * q_elements * element
-        kv = 2 * kv_elements * element
-        ds = NUM_DS_STAGES * self.tile_m * self.tile_n * element
+        q_elements, columns = self.tile_m * self.head_dim_padded, self.head_dim_padded + self.head_dim_v_padded
+        q_do = self.num_stages * self.tile_m * columns * element
+        kv = self.tile_n * columns * element
+        ds = NUM_DS_STAGES * self.tile_m * self.tile_n * element * (2 if self.split_columns else 1)  # with P
         dq = q_elements * fp32
         barriers = 256
         head = barriers + self.ones_size * element + self.num_stages * self.stats_size * fp32
         return q_do + kv + ds + dq + (head + 1023) // 1024 * 1024
 
 
+def describe_head_dims(head_dim: int, head_dim_v: int) -> str:
+    """ "128", or "192/128" where V's head dim differs."""
+    return str(head_dim) if head_dim_v == head_dim else f"{head_dim}/{head_dim_v}"
+
+
+def _pad_head_dim(head_dim: int) -> int:
+    return min(columns for columns in TILE_HEAD_DIMS if columns >= head_dim)
+
+
 @lru_cache
-def get_config(head_dim: int, causal: bool, local: bool = False) -> BwdConfig:
-    """The configuration compiled for a head dim and mask.
+def get_config(head_dim: int, causal: bool, local: bool = False, head_dim_v: int | None = None) -> BwdConfig:
+    """The configuration compiled for a head dim and mask; head_dim_v is that of V, if not head_dim.
 
     Raises:
-        ValueError: unsupported head dim, naming what is allowed; causal and local at once.
+        ValueError: unsupported head dims, naming what is allowed; causal and local at once.
     """
+    config = _get_config(head_dim, causal, local)
+    return config if head_dim_v is None else replace(config, head_dim_v=head_dim_v)
+
+
+def _get_config(head_dim: int, causal: bool, local: bool) -> BwdConfig:
     if head_dim <= 64:
         return BwdConfig(
             head_dim, causal, 128, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True, local=local
         )
-    # without a mask the schedules' arithmetic, the producers' work, is short enough
-    num_mma_regs, num_producer_regs = (232, 40) if causal or local else (240, 24)
+    if head_dim <= 128:
+        # without a mask the schedules' arithmetic, the producers' work, is short enough
+        num_mma_regs, num_producer_regs = (232, 40) if causal or local else (240, 24)
+        return BwdConfig(
+            head_dim,
+            causal,
+            64,
+            tile_n=128,
+            num_mma_regs=num_mma_regs,
+            num_producer_regs=num_producer_regs,
+            stats_by_gemm=True,
+            fuse_dQ=True,
+            local=local,
+        )
+    # with two stages 256 columns do not fit
+    num_stages = 2 if head_dim <= 192 else 1
     return BwdConfig(
         head_dim,
         causal,
         64,
-        tile_n=128,
-        num_mma_regs=num_mma_regs,
-        num_producer_regs=num_producer_regs,
-        stats_by_gemm=True,
+        tile_n=64,
+        num_stages=num_stages,
+        num_mma_regs=232,
+        num_producer_regs=40,
         fuse_dQ=True,
         local=local,
     )

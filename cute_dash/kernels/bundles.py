@@ -18,7 +18,7 @@ class QTile(NamedTuple):
 
 
 class Gmem(NamedTuple):
-    """Global tensors. Inputs and dK, dV are TMA tensors (seqlen, head_dim, num_heads or num_heads_kv, batch).
+    """Global tensors. Inputs and dK, dV are TMA tensors (seqlen, head_dim or head_dim_v, num_heads or num_heads_kv, batch).
 
     num_streams = batch * num_heads; with grouped heads the streams of a KV head's query heads are neighbours. With
     sequences of different lengths num_streams = num_heads and num_m_blocks counts all sequences' tiles; what a role
@@ -69,9 +69,10 @@ class TmaAtoms(NamedTuple):
 class Smem(NamedTuple):
     sQ: cute.Tensor  # (tile_m, head_dim_padded, num_stages)
     sK: cute.Tensor  # (tile_n, head_dim_padded); holds dK at the end of a work tile
-    sV: cute.Tensor  # (tile_n, head_dim_padded); holds dV at the end of a work tile
-    sdO: cute.Tensor  # (tile_m, head_dim_padded, num_stages)
+    sV: cute.Tensor  # (tile_n, head_dim_v_padded); holds dV at the end of a work tile
+    sdO: cute.Tensor  # (tile_m, head_dim_v_padded, num_stages)
     sdS: cute.Tensor  # (tile_m, tile_n, num_stages)
+    sP: cute.Tensor | None  # (tile_m, tile_n, num_stages), where the warpgroups share dV out by columns
     sStats: cute.Tensor  # (stats_size, num_stages), see `stats`
     sOnes: cute.Tensor | None  # (ones_size,), see `stats`
     sdQaccum: cute.Tensor  # (tile_m * head_dim_padded / num_warpgroups, num_warpgroups), fp32 in register order

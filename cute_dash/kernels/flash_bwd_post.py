@@ -37,13 +37,17 @@ class FlashAttentionBackwardPostprocess:
     def __call__(self, gmem: PostGmem, extents: Extents, softmax_scale: Float32, stream):
         tile = (self.config.tile_m, self.config.head_dim_padded)
         mdQ = varlen.make_ragged(gmem.mdQ) if const_expr(extents.varlen) else gmem.mdQ
-        atom, mdQ = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mdQ, wgmma.make_smem_layout(self.dtype, tile), tile
-        )
+        layout = self.make_layout()
+        atom, mdQ = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mdQ, layout, tile)
         num_m_blocks, num_streams = gmem.mdQaccum.shape[2], gmem.mdQaccum.shape[3]
         self.kernel(gmem._replace(mdQ=mdQ), atom, extents, softmax_scale).launch(
             grid=(num_m_blocks * num_streams, 1, 1), block=(self.num_threads, 1, 1), stream=stream, use_pdl=True
         )
+
+    def make_layout(self):
+        """Of the converted tile in shared memory, (tile_m, head_dim_padded)."""
+        tile = (self.config.tile_m, self.config.head_dim_padded)
+        return wgmma.make_smem_layout(self.dtype, tile, columns_per_mma=wgmma.get_dQ_piece(self.config)[1])
 
     @cute.kernel
     def kernel(self, gmem: PostGmem, atom: cute.CopyAtom, extents: Extents, softmax_scale: Float32):
@@ -56,7 +60,7 @@ class FlashAttentionBackwardPostprocess:
         batch_idx = stream // extents.num_query_heads
         head_idx = stream - batch_idx * extents.num_query_heads
 
-        layout = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim_padded))
+        layout = self.make_layout()
         sdQ = SmemAllocator().allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
         mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
         acc = wgmma.make_accumulator(mma_dQ, (config.tile_m, config.head_dim_padded))

@@ -23,8 +23,8 @@ VECTOR = 8  # 16-bit elements in a 16-byte access
 
 
 class PreGmem(NamedTuple):
-    mO: cute.Tensor  # (seqlen_q, head_dim, num_heads, batch)
-    mdO: cute.Tensor  # (seqlen_q, head_dim, num_heads, batch)
+    mO: cute.Tensor  # (seqlen_q, head_dim_v, num_heads, batch)
+    mdO: cute.Tensor  # (seqlen_q, head_dim_v, num_heads, batch)
     mLSE_in: cute.Tensor  # (seqlen_q, num_heads, batch), natural log
     mdLSE: cute.Tensor | None  # (seqlen_q, num_heads, batch), where the LSE has a gradient of its own
     mStats: cute.Tensor  # (stats_size, num_m_blocks, num_streams)
@@ -33,7 +33,7 @@ class PreGmem(NamedTuple):
     mCounter: cute.Tensor  # (1,)
     mdQ: cute.Tensor | None  # (seqlen_q, head_dim, num_heads, batch), where the main kernel finishes dQ
     mdK: cute.Tensor | None  # (seqlen_k, head_dim, num_heads_kv, 1), with sequences of different lengths
-    mdV: cute.Tensor | None
+    mdV: cute.Tensor | None  # (seqlen_k, head_dim_v, num_heads_kv, 1), likewise
 
 
 class FlashAttentionBackwardPreprocess:
@@ -43,7 +43,8 @@ class FlashAttentionBackwardPreprocess:
         self.config = config
         self.stats = make_stats(config)
         self.clear_dQaccum = clear_dQaccum
-        self.threads_per_row = config.head_dim_padded // VECTOR
+        # a power of two, for the sums over a row
+        self.threads_per_row = 1 << (config.head_dim_padded // VECTOR - 1).bit_length()
         self.rows_per_pass = NUM_THREADS // self.threads_per_row
 
     @cute.jit
@@ -107,7 +108,6 @@ class FlashAttentionBackwardPreprocess:
     @cute.jit
     def write_stats(self, gmem: PreGmem, tidx, m_block, head_idx, batch_idx, stream, softmax_scale: Float32):
         tile_m = self.config.tile_m
-        seqlen_q = gmem.mO.shape[0]
         first_row, column = tidx // self.threads_per_row, tidx % self.threads_per_row * VECTOR
         num_passes = (tile_m + self.rows_per_pass - 1) // self.rows_per_pass
         rO = cute.make_rmem_tensor((VECTOR, num_passes), gmem.mO.element_type)
@@ -120,7 +120,7 @@ class FlashAttentionBackwardPreprocess:
         rdLSE.fill(0.0)
         for i in cutlass.range_constexpr(num_passes):
             row = m_block * tile_m + first_row + i * self.rows_per_pass
-            if self.is_inside(row, seqlen_q, column):
+            if self.is_inside(row, gmem.mO, column):
                 load_vector(gmem.mO[row, None, head_idx, batch_idx], column, rO[None, i])
                 load_vector(gmem.mdO[row, None, head_idx, batch_idx], column, rdO[None, i])
                 if column == 0:
@@ -139,12 +139,12 @@ class FlashAttentionBackwardPreprocess:
             if column == 0 and row < tile_m:
                 self.stats.write_row(gmem.mStats[None, m_block, stream], row, rLSE[i], total, softmax_scale)
 
-    def is_inside(self, row: Int32, num_rows: Int32, column: Int32) -> Boolean:
-        """Whether a 16-byte vector lies in the tensor; columns from head_dim on exist in the tiles only."""
-        config = self.config
-        if config.head_dim == config.head_dim_padded:
+    def is_inside(self, row: Int32, mX: cute.Tensor, column: Int32) -> Boolean:
+        """Whether a 16-byte vector lies in a tensor (seqlen, head_dim, ...); further columns have threads only."""
+        num_rows, head_dim, *_ = mX.shape
+        if head_dim == self.threads_per_row * VECTOR:
             return row < num_rows
-        return (row < num_rows) & (column < config.head_dim)
+        return (row < num_rows) & (column < head_dim)
 
     @cute.jit
     def clear(self, gmem: PreGmem, tidx, m_block, stream):
@@ -185,7 +185,7 @@ class FlashAttentionBackwardPreprocess:
         zeros.fill(0.0)
         for i in cutlass.range(first_row, tile, self.rows_per_pass, unroll=1):
             row = block * tile + i
-            if self.is_inside(row, mX.shape[0], column):
+            if self.is_inside(row, mX, column):
                 gRow = mX[row, None, head_idx, batch_idx]
                 target = cute.make_tensor((gRow.iterator + column).align(16), cute.make_layout(VECTOR))
                 cute.autovec_copy(zeros, target)

@@ -4,11 +4,14 @@ For a work tile (n_block of one stream) and each m_block it visits, in the sched
 
     (1) S^T  = K Q^T          (tile_n, tile_m)      P^T  = exp2(scale * log2e * S^T - LSE * log2e), see `stats`
     (2) dP^T = V dO^T         (tile_n, tile_m)      dS^T = P^T * (dP^T - dPsum)
-    (3) dV  += P^T dO         (tile_n, head_dim)    P^T from registers
+    (3) dV  += P^T dO         (tile_n, head_dim_v)  P^T from registers, or by columns from shared memory
     (4) dQ   = dS K           (tile_m, head_dim)    added to the fp32 dQ tile in the schedule's accumulation order
-    (5) dK  += dS^T Q         (tile_n, head_dim)    dS^T from registers
+    (5) dK  += dS^T Q         (tile_n, head_dim)    dS^T from registers, or by columns from shared memory
 
-Warp roles of a CTA (4 producer warps, then the consumer warpgroups, each with 64 of the tile's keys):
+The two consumer warpgroups share a step out by keys, each with 64 of the tile's 128, or, where dK and dV of 128 keys exceed
+the registers, by columns: (1) and (2) by queries, (3) to (5) by columns of the head dim, for all 64 keys.
+
+Warp roles of a CTA (4 producer warps, then the consumer warpgroups):
 
     LOAD                loads K, V once and Q/LSE, dO/dPsum per step (TMA)
     STORE_DQ_EVEN/ODD   take turns on the steps: wait for the tile's turn, add the staged dQ partial, pass the turn on.
@@ -30,8 +33,8 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
     dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer is theirs, and `sDuty` says what for
     dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial, or of dQ, is staged
 
-The tiles have head_dim_padded columns, 64 or 128. Where head_dim is less, the TMA loads zeros for the columns beyond it,
-which add nothing to S and dP, and leaves out those of dQ, dK and dV when it stores.
+The tiles have head_dim_padded columns, those of V, dO and dV head_dim_v_padded. Where the tensors have less, the TMA loads
+zeros for the columns beyond, which add nothing to S and dP, and leaves out those of dQ, dK and dV when it stores.
 
 With several query heads per KV head (GQA, MQA) a work tile takes the schedule's steps for one query head after the other:
 dK and dV stay in registers for the whole group, and each query head has dQ tiles and turnstiles of its own.
@@ -113,8 +116,9 @@ class MmaContext(NamedTuple):
     gemm_dK: Gemm
     gemm_dQ: Gemm
     stats: tuple
-    store_dS: cute.TiledCopy
+    store_S: cute.TiledCopy
     tRS_sdS: cute.Tensor
+    tRS_sP: cute.Tensor | None
     tdQsdQ: cute.Tensor
     tidx: Int32
     warpgroup_idx: Int32
@@ -151,17 +155,16 @@ class FlashAttentionBackwardSm90:
         """Launches the kernel. `gmem` holds plain tensors; num_ctas must all be able to be resident."""
         config = self.config
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tile_q, tile_kv = (config.tile_m, config.head_dim_padded), (config.tile_n, config.head_dim_padded)
-        layout_q = wgmma.make_smem_layout(self.dtype, tile_q)
-        layout_kv = wgmma.make_smem_layout(self.dtype, tile_kv)
+        tiles = wgmma.get_tiles(config)
+        layouts = wgmma.make_operand_layouts(self.dtype, config, staged=False)
         if const_expr(extents.varlen):
             gmem = map_rows(gmem, varlen.make_ragged, varlen.make_ragged)
-        atom_Q, mQ = cpasync.make_tiled_tma_atom(load, gmem.mQ, layout_q, tile_q)
-        atom_K, mK = cpasync.make_tiled_tma_atom(load, gmem.mK, layout_kv, tile_kv)
-        atom_V, mV = cpasync.make_tiled_tma_atom(load, gmem.mV, layout_kv, tile_kv)
-        atom_dO, mdO = cpasync.make_tiled_tma_atom(load, gmem.mdO, layout_q, tile_q)
-        atom_dK, mdK = cpasync.make_tiled_tma_atom(store, gmem.mdK, layout_kv, tile_kv)
-        atom_dV, mdV = cpasync.make_tiled_tma_atom(store, gmem.mdV, layout_kv, tile_kv)
+        atom_Q, mQ = cpasync.make_tiled_tma_atom(load, gmem.mQ, layouts.Q, tiles.Q)
+        atom_K, mK = cpasync.make_tiled_tma_atom(load, gmem.mK, layouts.K, tiles.K)
+        atom_V, mV = cpasync.make_tiled_tma_atom(load, gmem.mV, layouts.V, tiles.V)
+        atom_dO, mdO = cpasync.make_tiled_tma_atom(load, gmem.mdO, layouts.dO, tiles.dO)
+        atom_dK, mdK = cpasync.make_tiled_tma_atom(store, gmem.mdK, layouts.K, tiles.K)
+        atom_dV, mdV = cpasync.make_tiled_tma_atom(store, gmem.mdV, layouts.V, tiles.V)
         atom_dQ, mdQ = None, None
         if const_expr(self.fuse_dQ):
             tile_dQ = wgmma.get_dQ_piece(config)
@@ -202,10 +205,11 @@ class FlashAttentionBackwardSm90:
             sOnes: tile(BFloat16, config.ones_size, 128)
             sStats: tile(Float32, config.stats_size * stages, 128)
             sQ: tile(element, config.tile_m * config.head_dim_padded * stages)
-            sdO: tile(element, config.tile_m * config.head_dim_padded * stages)
+            sdO: tile(element, config.tile_m * config.head_dim_v_padded * stages)
             sK: tile(element, config.tile_n * config.head_dim_padded)
-            sV: tile(element, config.tile_n * config.head_dim_padded)
+            sV: tile(element, config.tile_n * config.head_dim_v_padded)
             sdS: tile(element, config.tile_m * config.tile_n * NUM_DS_STAGES)
+            sP: tile(element, config.tile_m * config.tile_n * NUM_DS_STAGES if config.split_columns else 0)
             sdQ: tile(Float32, config.tile_m * config.head_dim_padded)
 
         return SharedStorage
@@ -257,10 +261,10 @@ class FlashAttentionBackwardSm90:
     def make_smem(self, storage) -> Smem:
         config = self.config
         stages = config.num_stages
-        layout_q = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.head_dim_padded), stages)
-        layout_kv = wgmma.make_smem_layout(self.dtype, (config.tile_n, config.head_dim_padded))
-        layout_dS = wgmma.make_smem_layout(self.dtype, (config.tile_m, config.tile_n), NUM_DS_STAGES)
-        sOnes = None
+        layouts = wgmma.make_operand_layouts(self.dtype, config, staged=True)
+        sP, sOnes = None, None
+        if config.split_columns:
+            sP = storage.sP.get_tensor(layouts.dS.outer, swizzle=layouts.dS.inner)
         if config.stats_by_gemm:
             sOnes = storage.sOnes.get_tensor(cute.make_layout(config.ones_size))
         num_warpgroups = config.num_mma_warpgroups
@@ -269,11 +273,12 @@ class FlashAttentionBackwardSm90:
         # dQ pieces lie over the fp32 ones of their warpgroup, which take twice the bytes
         layout_dQ_outer = cute.append(layout_dQ.outer, cute.make_layout(num_warpgroups, stride=2 * rows * columns))
         return Smem(
-            sQ=storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
-            sK=storage.sK.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
-            sV=storage.sV.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
-            sdO=storage.sdO.get_tensor(layout_q.outer, swizzle=layout_q.inner),
-            sdS=storage.sdS.get_tensor(layout_dS.outer, swizzle=layout_dS.inner),
+            sQ=storage.sQ.get_tensor(layouts.Q.outer, swizzle=layouts.Q.inner),
+            sK=storage.sK.get_tensor(layouts.K.outer, swizzle=layouts.K.inner),
+            sV=storage.sV.get_tensor(layouts.V.outer, swizzle=layouts.V.inner),
+            sdO=storage.sdO.get_tensor(layouts.dO.outer, swizzle=layouts.dO.inner),
+            sdS=storage.sdS.get_tensor(layouts.dS.outer, swizzle=layouts.dS.inner),
+            sP=sP,
             sStats=storage.sStats.get_tensor(cute.make_layout((config.stats_size, stages))),
             sOnes=sOnes,
             sdQaccum=storage.sdQ.get_tensor(cute.make_layout((self.dQ_values, num_warpgroups))),
@@ -370,19 +375,20 @@ class FlashAttentionBackwardSm90:
         gmem, extents, work_idx = self.enter_work(gmem, extents, work_idx)
         shape = self.make_shape(extents)
         tile = self.schedule.get_work_tile(work_idx, shape)
-        tile_q, tile_kv = (config.tile_m, config.head_dim_padded), (config.tile_n, config.head_dim_padded)
-        # (tile_n, head_dim_padded)
-        gK = cute.local_tile(gmem.mK[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
-        gV = cute.local_tile(gmem.mV[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
+        tiles = wgmma.get_tiles(config)
+        # (tile_n, head_dim_padded), (tile_n, head_dim_v_padded)
+        gK = cute.local_tile(gmem.mK[None, None, tile.head_idx, tile.batch_idx], tiles.K, (tile.n_block, 0))
+        gV = cute.local_tile(gmem.mV[None, None, tile.head_idx, tile.batch_idx], tiles.V, (tile.n_block, 0))
         tKsK, tKgK = partition_tma(atoms.K, smem.sK, gK)
         tVsV, tVgV = partition_tma(atoms.V, smem.sV, gV)
-        q_bytes = config.tile_m * config.head_dim_padded * 2
+        q_bytes, dO_bytes = config.tile_m * config.head_dim_padded * 2, config.tile_m * config.head_dim_v_padded * 2
+        kv_bytes = config.tile_n * (config.head_dim_padded + config.head_dim_v_padded) * 2
         for member in cutlass.range(shape.group_size, unroll=1):
             for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
                 m_block, head_idx, stream = self.get_q_tile(step, member, tile, shape)
-                # (tile_m, head_dim_padded, num_m_blocks)
-                gQ = cute.local_tile(gmem.mQ[None, None, head_idx, tile.batch_idx], tile_q, (None, 0))
-                gdO = cute.local_tile(gmem.mdO[None, None, head_idx, tile.batch_idx], tile_q, (None, 0))
+                # (tile_m, head_dim_padded, num_m_blocks), (tile_m, head_dim_v_padded, num_m_blocks)
+                gQ = cute.local_tile(gmem.mQ[None, None, head_idx, tile.batch_idx], tiles.Q, (None, 0))
+                gdO = cute.local_tile(gmem.mdO[None, None, head_idx, tile.batch_idx], tiles.dO, (None, 0))
                 tQsQ, tQgQ = partition_tma(atoms.Q, smem.sQ, gQ)
                 tdOsdO, tdOgdO = partition_tma(atoms.dO, smem.sdO, gdO)
                 stage = rings.Q.slot(it)
@@ -393,11 +399,11 @@ class FlashAttentionBackwardSm90:
                 if (step == 0) & (member == 0):
                     # after the first Q, which need not wait until dK and dV of the work tile before have left sK and sV
                     rings.KV.wait_empty(work_it)
-                    barrier_KV = rings.KV.expect_bytes(work_it, 2 * config.tile_n * config.head_dim_padded * 2)
+                    barrier_KV = rings.KV.expect_bytes(work_it, kv_bytes)
                     cute.copy(atoms.K, tKgK, tKsK, tma_bar_ptr=barrier_KV)
                     cute.copy(atoms.V, tVgV, tVsV, tma_bar_ptr=barrier_KV)
                 rings.dO.wait_empty(it)
-                barrier = rings.dO.expect_bytes(it, q_bytes)
+                barrier = rings.dO.expect_bytes(it, dO_bytes)
                 cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage], tma_bar_ptr=barrier)
                 it += 1
         if const_expr(config.local):
@@ -644,9 +650,9 @@ class FlashAttentionBackwardSm90:
         self, gmem: Gmem, atoms: TmaAtoms, extents: Extents, smem: Smem, rings: Rings, softmax_scale: Float32
     ):
         context = self.make_mma_context(smem, softmax_scale)
-        shape_dKV = (self.config.tile_n, self.config.head_dim_padded)
-        acc_dK = make_accumulator(context.gemm_dK.tiled_mma, shape_dKV)
-        acc_dV = make_accumulator(context.gemm_dV.tiled_mma, shape_dKV)
+        tiles = wgmma.get_tiles(self.config)
+        acc_dK = make_accumulator(context.gemm_dK.tiled_mma, tiles.K)
+        acc_dV = make_accumulator(context.gemm_dV.tiled_mma, tiles.V)
         it, work_it = Int32(0), Int32(0)
         work_idx = self.next_work(smem, rings.work, work_it)
         while work_idx < self.get_num_work(extents):
@@ -656,6 +662,8 @@ class FlashAttentionBackwardSm90:
             acc_dK.fill(0.0)
             acc_dV.fill(0.0)
             rings.KV.wait_full(work_it)
+            if const_expr(self.config.K_in_regs):
+                wgmma.load_operand_A(context.gemm_S.tiled_mma, smem.sK, context.gemm_S.tCrA, context.tidx)
             for _ in cutlass.range(shape.group_size, unroll=1):
                 for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
                     m_block = self.schedule.get_m_block(step, tile, shape)
@@ -674,20 +682,30 @@ class FlashAttentionBackwardSm90:
         config = self.config
         tidx = cute.arch.thread_idx()[0] - NUM_PRODUCER_WARPS * WARP_THREADS
         warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-        mma_SdP = wgmma.make_tiled_mma_SdP(self.dtype, config)
-        mma_dKV = wgmma.make_tiled_mma_dKV(self.dtype, config)
+        mma_S = wgmma.make_tiled_mma_SdP(self.dtype, config, config.K_in_regs)
+        mma_dP = wgmma.make_tiled_mma_SdP(self.dtype, config)
+        mma_dK = wgmma.make_tiled_mma_dKV(self.dtype, config, config.head_dim_padded)
+        mma_dV = wgmma.make_tiled_mma_dKV(self.dtype, config, config.head_dim_v_padded)
         mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
         gemm_dQ = Gemm.partition(mma_dQ, warpgroup_idx, smem.sdS, transpose_view(smem.sK))
-        store_dS, tRS_sdS = wgmma.make_store_C(mma_SdP, transpose_view(smem.sdS), tidx, transpose=True)
+        gemm_S = Gemm.partition(mma_S, warpgroup_idx, None if config.K_in_regs else smem.sK, smem.sQ)
+        if const_expr(config.K_in_regs):
+            gemm_S = gemm_S._replace(tCrA=wgmma.make_operand_A(mma_S, smem.sK, tidx))
+        store_S, tRS_sdS = wgmma.make_store_C(mma_S, transpose_view(smem.sdS), tidx, transpose=True)
+        sPt, sdSt, tRS_sP = None, None, None
+        if const_expr(config.split_columns):
+            sPt, sdSt = transpose_view(smem.sP), transpose_view(smem.sdS)
+            _, tRS_sP = wgmma.make_store_C(mma_S, sPt, tidx, transpose=True)
         return MmaContext(
-            gemm_S=Gemm.partition(mma_SdP, warpgroup_idx, smem.sK, smem.sQ),
-            gemm_dP=Gemm.partition(mma_SdP, warpgroup_idx, smem.sV, smem.sdO),
-            gemm_dV=Gemm.partition(mma_dKV, warpgroup_idx, None, transpose_view(smem.sdO)),
-            gemm_dK=Gemm.partition(mma_dKV, warpgroup_idx, None, transpose_view(smem.sQ)),
+            gemm_S=gemm_S,
+            gemm_dP=Gemm.partition(mma_dP, warpgroup_idx, smem.sV, smem.sdO),
+            gemm_dV=Gemm.partition(mma_dV, warpgroup_idx, sPt, transpose_view(smem.sdO)),
+            gemm_dK=Gemm.partition(mma_dK, warpgroup_idx, sdSt, transpose_view(smem.sQ)),
             gemm_dQ=gemm_dQ,
             stats=self.stats.partition(smem, warpgroup_idx),
-            store_dS=store_dS,
+            store_S=store_S,
             tRS_sdS=tRS_sdS,
+            tRS_sP=tRS_sP,
             tdQsdQ=fragment_slots(
                 smem.sdQaccum[None, warpgroup_idx].iterator,
                 self.dQ_values // WARPGROUP_THREADS,
@@ -714,7 +732,7 @@ class FlashAttentionBackwardSm90:
         """The five GEMMs of one (m_block, n_block) pass."""
         shape = self.make_shape(extents)
         shape_S = (self.config.tile_n, self.config.tile_m)
-        stage, stage_dS = rings.Q.slot(it), it % NUM_DS_STAGES
+        stage = rings.Q.slot(it)
         # (1) S^T = K Q^T
         rings.Q.wait_full(it)
         acc_S = self.gemm_ss(context.gemm_S, shape_S, None, stage, *self.stats.products_S(context.stats, stage))
@@ -724,14 +742,39 @@ class FlashAttentionBackwardSm90:
         warpgroup.wait_group(1)
         # P^T = exp2(scale * log2e * S^T - LSE * log2e)
         if shape.needs_mask(m_block, n_block):
-            mask.apply_mask(acc_S, shape, m_block, n_block, context.tidx)
+            mask.apply_mask(acc_S, shape, m_block, n_block, *self.get_score_place(context))
         self.stats.softmax(acc_S, context.stats, stage, context.softmax_scale * LOG2_E)
         rP = wgmma.to_operand_A(acc_S, self.dtype)
         # dS^T = P^T * (dP^T - dPsum)
         warpgroup.wait_group(0)
         self.stats.softmax_backward(acc_S, acc_dP, context.stats, stage)
         rdS = wgmma.to_operand_A(acc_dP, self.dtype)
-        wgmma.store_C(context.store_dS, rdS, context.tRS_sdS[None, None, None, stage_dS])
+        wgmma.store_C(context.store_S, rdS, context.tRS_sdS[None, None, None, it % NUM_DS_STAGES])
+        if const_expr(self.config.split_columns):
+            self.add_by_columns(context, smem, rings, acc_dK, acc_dV, rP, it)
+        else:
+            self.add_by_keys(context, smem, rings, acc_dK, acc_dV, rP, rdS, it)
+
+    def get_score_place(self, context: MmaContext) -> tuple[Int32, Int32]:
+        """Where this thread's part of S^T lies in the tile: `tidx` and `first_column` of `mask.apply_mask`."""
+        if not self.config.split_columns:
+            return context.tidx, Int32(0)
+        return context.tidx % WARPGROUP_THREADS, context.warpgroup_idx * self.config.score_columns
+
+    @cute.jit
+    def add_by_keys(
+        self,
+        context: MmaContext,
+        smem: Smem,
+        rings: Rings,
+        acc_dK: cute.Tensor,
+        acc_dV: cute.Tensor,
+        rP: cute.Tensor,
+        rdS: cute.Tensor,
+        it: Int32,
+    ):
+        """(3) to (5) where a warpgroup has the keys of its S^T: P^T and dS^T stay in registers."""
+        stage, stage_dS = rings.Q.slot(it), it % NUM_DS_STAGES
         # (3) dV += P^T dO
         issue_gemm(acc_dV, True, (context.gemm_dV.tiled_mma, rP, stage_of(context.gemm_dV.tCrB, stage)))
         # dS of both warpgroups is staged; also, both have finished (4) and (5) of the step before, so that its stage
@@ -748,6 +791,41 @@ class FlashAttentionBackwardSm90:
         self.stage_dQ(context, smem, acc_dQ, it)
         warpgroup.wait_group(0)
         rings.Q.arrive_empty(it)
+
+    @cute.jit
+    def add_by_columns(
+        self,
+        context: MmaContext,
+        smem: Smem,
+        rings: Rings,
+        acc_dK: cute.Tensor,
+        acc_dV: cute.Tensor,
+        rP: cute.Tensor,
+        it: Int32,
+    ):
+        """(3) to (5) where a warpgroup has columns of all keys: P^T and dS^T go through shared memory.
+
+        dK comes first, so that the next Q arrives during the others, and dV last, behind which dQ is staged.
+        """
+        stage, stage_dS = rings.Q.slot(it), it % NUM_DS_STAGES
+        wgmma.store_C(context.store_S, rP, context.tRS_sP[None, None, None, stage_dS])
+        # P and dS of both warpgroups are staged; also, both have finished (3) to (5) of the step before, so that its
+        # stages of sP and sdS are free again
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
+        gemm_dV, gemm_dK = context.gemm_dV, context.gemm_dK
+        # (5) dK += dS^T Q
+        issue_gemm(acc_dK, True, (gemm_dK.tiled_mma, stage_of(gemm_dK.tCrA, stage_dS), stage_of(gemm_dK.tCrB, stage)))
+        # (4) dQ = dS K
+        acc_dQ = self.gemm_ss(context.gemm_dQ, (self.config.tile_m, self.config.head_dim_padded), stage_dS, None)
+        # (3) dV += P^T dO
+        issue_gemm(acc_dV, True, (gemm_dV.tiled_mma, stage_of(gemm_dV.tCrA, stage_dS), stage_of(gemm_dV.tCrB, stage)))
+        warpgroup.wait_group(2)
+        rings.Q.arrive_empty(it)
+        warpgroup.wait_group(1)
+        self.stage_dQ(context, smem, acc_dQ, it)
+        warpgroup.wait_group(0)
+        rings.dO.arrive_empty(it)
 
     def gemm_ss(
         self, gemm: Gemm, shape_mn, stage_A: Int32 | None, stage_B: Int32 | None, *products: tuple
@@ -813,9 +891,9 @@ class FlashAttentionBackwardSm90:
         work_it: Int32,
     ):
         """Writes dK and dV of the work tile through sK and sV; rows beyond seqlen_k are clipped by the TMA."""
-        tile_kv = (self.config.tile_n, self.config.head_dim_padded)
-        gdK = cute.local_tile(gmem.mdK[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
-        gdV = cute.local_tile(gmem.mdV[None, None, tile.head_idx, tile.batch_idx], tile_kv, (tile.n_block, 0))
+        tiles = wgmma.get_tiles(self.config)
+        gdK = cute.local_tile(gmem.mdK[None, None, tile.head_idx, tile.batch_idx], tiles.K, (tile.n_block, 0))
+        gdV = cute.local_tile(gmem.mdV[None, None, tile.head_idx, tile.batch_idx], tiles.V, (tile.n_block, 0))
         store_dK, tRS_sdK = wgmma.make_store_C(context.gemm_dK.tiled_mma, smem.sK, context.tidx, transpose=False)
         store_dV, tRS_sdV = wgmma.make_store_C(context.gemm_dV.tiled_mma, smem.sV, context.tidx, transpose=False)
         # every warpgroup has read sK and sV for the last time

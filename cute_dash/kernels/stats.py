@@ -50,7 +50,9 @@ class VectorStats:
 
     def partition(self, smem: Smem, warpgroup_idx: Int32) -> tuple[cute.Tensor, ...]:
         """What the other methods take as `parts`."""
-        return (smem.sStats,)
+        if not self.config.split_columns:
+            return (smem.sStats,)
+        return (cute.domain_offset((warpgroup_idx * self.config.score_columns, 0), smem.sStats),)
 
     def products_S(self, parts, stage: Int32) -> tuple:
         """Further products (tiled_mma, tCrA, tCrB) of the GEMM of S^T."""
@@ -81,9 +83,9 @@ class VectorStats:
                     dP[c, r, v] = P[c, r, v] * (dP[c, r, v] - tdPsum[c, v])
 
     def column_values(self, sStats: cute.Tensor, stage: Int32, first: int) -> cute.Tensor:
-        """Loads the values of this thread's columns, (2, tile_m / 8), from the vector at `first`."""
+        """Loads the values of this thread's columns, (2, score_columns / 8), from the vector at `first`."""
         vector = sStats[None, stage].iterator + (first + 2 * (cute.arch.lane_idx() % 4))
-        source = cute.make_tensor(vector.align(8), cute.make_layout((2, self.config.tile_m // 8), stride=(1, 8)))
+        source = cute.make_tensor(vector.align(8), cute.make_layout((2, self.config.score_columns // 8), stride=(1, 8)))
         values = cute.make_rmem_tensor(source.shape, Float32)
         cute.autovec_copy(source, values)
         return values

@@ -1,8 +1,9 @@
 """Shared-memory layouts, tiled MMAs and accumulator views of the backward kernels (trace time).
 
-All 16-bit operand tiles live in shared memory with their head dim (or, for dS, their keys) contiguous, in 128-byte
-swizzled atoms of 8 rows x 64 elements; the same bytes serve as K-major operand and, through `transpose_view`, as
-MN-major operand, so that no tile is stored twice.
+All 16-bit operand tiles live in shared memory with their head dim (or, for P and dS, their keys) contiguous, in swizzled
+atoms of 8 rows x 64 elements, or fewer where the warpgroups share such columns out in parts that are not a multiple of
+64; the same bytes serve as K-major operand and, through `transpose_view`, as MN-major operand, so that no tile is stored
+twice.
 
 A warpgroup's accumulator of one 64-row atom is, per thread, ((2, 2, N/8), 1, 1): column pair, row pair (8 apart), and
 groups of 8 columns. Row = 16 * warp + lane / 4 + 8 * r; column = 8 * v + 2 * (lane % 4) + c.
@@ -16,17 +17,73 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from cute_dash.config import BwdConfig
+from cute_dash.config import NUM_DS_STAGES, BwdConfig
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
-def make_smem_layout(dtype, shape, num_stages=None):
-    """Row-major swizzled layout of a (rows, columns) tile; (rows, columns, num_stages) if stages are given."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+def make_smem_layout(dtype, shape, num_stages=None, columns_per_mma=None):
+    """Row-major swizzled layout of a (rows, columns) tile; (rows, columns, num_stages) if stages are given.
+
+    Args:
+        columns_per_mma: that one wgmma reads or writes, which must be whole swizzle atoms; default: all.
+    """
+    kind = get_swizzle(shape[1] if columns_per_mma is None else columns_per_mma)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
     if num_stages is None:
         return cute.tile_to_shape(atom, shape, order=(0, 1))
     return cute.tile_to_shape(atom, (*shape, num_stages), order=(0, 1, 2))
+
+
+def get_swizzle(columns: int) -> warpgroup.SmemLayoutAtomKind:
+    """The widest swizzle atom, 64, 32 or 16 elements, that `columns` are a multiple of."""
+    if columns % 64 == 0:
+        return warpgroup.SmemLayoutAtomKind.K_SW128
+    return warpgroup.SmemLayoutAtomKind.K_SW64 if columns % 32 == 0 else warpgroup.SmemLayoutAtomKind.K_SW32
+
+
+class Tiles(NamedTuple):
+    """(rows, columns) of the tiles that travel through the TMA; dQ is like Q, dK like K and dV like V."""
+
+    Q: tuple[int, int]
+    K: tuple[int, int]
+    V: tuple[int, int]
+    dO: tuple[int, int]
+
+
+def get_tiles(config: BwdConfig) -> Tiles:
+    """The tiles of a configuration."""
+    columns, columns_v = config.head_dim_padded, config.head_dim_v_padded
+    return Tiles(
+        Q=(config.tile_m, columns),
+        K=(config.tile_n, columns),
+        V=(config.tile_n, columns_v),
+        dO=(config.tile_m, columns_v),
+    )
+
+
+class OperandLayouts(NamedTuple):
+    """Shared-memory layouts of the operand tiles, without or with a mode of stages where a tile has stages."""
+
+    Q: cute.ComposedLayout  # (tile_m, head_dim_padded)
+    K: cute.ComposedLayout  # (tile_n, head_dim_padded)
+    V: cute.ComposedLayout  # (tile_n, head_dim_v_padded)
+    dO: cute.ComposedLayout  # (tile_m, head_dim_v_padded)
+    dS: cute.ComposedLayout  # (tile_m, tile_n), also of P where that is staged
+
+
+def make_operand_layouts(dtype, config: BwdConfig, staged: bool) -> OperandLayouts:
+    """The layouts of a configuration. A GEMM whose columns the warpgroups share out needs atoms that fit a share."""
+    tiles = get_tiles(config)
+    columns_dK, columns_dV = (get_columns_dKV(config, tile[1]) for tile in (tiles.K, tiles.V))
+    num_stages, num_dS_stages = (config.num_stages, NUM_DS_STAGES) if staged else (None, None)
+    return OperandLayouts(
+        Q=make_smem_layout(dtype, tiles.Q, num_stages, columns_dK),
+        K=make_smem_layout(dtype, tiles.K, columns_per_mma=get_dQ_piece(config)[1]),
+        V=make_smem_layout(dtype, tiles.V, columns_per_mma=columns_dV),
+        dO=make_smem_layout(dtype, tiles.dO, num_stages, columns_dV),
+        dS=make_smem_layout(dtype, (config.tile_m, config.tile_n), num_dS_stages),
+    )
 
 
 def transpose_view(tensor: cute.Tensor) -> cute.Tensor:
@@ -36,31 +93,53 @@ def transpose_view(tensor: cute.Tensor) -> cute.Tensor:
     return cute.composition(tensor, cute.make_ordered_layout((columns, rows, *rest), order=order))
 
 
-def make_tiled_mma_SdP(dtype, config: BwdConfig) -> cute.TiledMma:
-    """S^T = K Q^T and dP^T = V dO^T: (tile_n, tile_m), 64 keys per warpgroup, all operands in shared memory."""
+def make_tiled_mma_SdP(dtype, config: BwdConfig, A_in_regs: bool = False) -> cute.TiledMma:
+    """S^T = K Q^T and dP^T = V dO^T: (tile_n, tile_m), shared out by keys or by queries."""
+    num_warpgroups = config.num_mma_warpgroups
     return make_trivial_tiled_mma(
         dtype,
         dtype,
         K_MAJOR,
         K_MAJOR,
         Float32,
-        atom_layout_mnk=(config.num_mma_warpgroups, 1, 1),
-        tiler_mn=(64, config.tile_m),
+        atom_layout_mnk=(1, num_warpgroups, 1) if config.split_columns else (num_warpgroups, 1, 1),
+        tiler_mn=(64, config.score_columns),
+        a_source=warpgroup.OperandSource.RMEM if A_in_regs else warpgroup.OperandSource.SMEM,
     )
 
 
-def make_tiled_mma_dKV(dtype, config: BwdConfig) -> cute.TiledMma:
-    """dV += P^T dO and dK += dS^T Q: (tile_n, head_dim_padded), 64 keys per warpgroup, P^T and dS^T in registers."""
+def make_tiled_mma_dKV(dtype, config: BwdConfig, head_dim_padded: int) -> cute.TiledMma:
+    """dV += P^T dO and dK += dS^T Q: (tile_n, head_dim_padded), or head_dim_v_padded for dV.
+
+    By keys, with P^T and dS^T in registers, or by columns, with both in shared memory as (tile_m, tile_n) tiles.
+    """
+    num_warpgroups = config.num_mma_warpgroups
+    columns = get_columns_dKV(config, head_dim_padded)
+    if config.split_columns:
+        return make_trivial_tiled_mma(
+            dtype,
+            dtype,
+            MN_MAJOR,
+            MN_MAJOR,
+            Float32,
+            atom_layout_mnk=(1, num_warpgroups, 1),
+            tiler_mn=(64, columns),
+        )
     return make_trivial_tiled_mma(
         dtype,
         dtype,
         K_MAJOR,
         MN_MAJOR,
         Float32,
-        atom_layout_mnk=(config.num_mma_warpgroups, 1, 1),
-        tiler_mn=(64, config.head_dim_padded),
+        atom_layout_mnk=(num_warpgroups, 1, 1),
+        tiler_mn=(64, columns),
         a_source=warpgroup.OperandSource.RMEM,
     )
+
+
+def get_columns_dKV(config: BwdConfig, head_dim_padded: int) -> int:
+    """The columns of dK, or of dV, that one warpgroup computes."""
+    return head_dim_padded // config.num_mma_warpgroups if config.split_columns else head_dim_padded
 
 
 def splits_dQ_rows(config: BwdConfig) -> bool:
@@ -144,6 +223,20 @@ def issue_gemm(acc: cute.Tensor, accumulate: bool, *products: tuple) -> None:
             atom.set(warpgroup.Field.ACCUMULATE, True)
         accumulate = True
     warpgroup.commit_group()
+
+
+def make_operand_A(tiled_mma: cute.TiledMma, sA: cute.Tensor, tidx: Int32) -> cute.Tensor:
+    """Uninitialised registers for this thread's part of sA (M, K), as register operand A of a wgmma."""
+    mma = tiled_mma.get_slice(tidx)
+    return mma.make_fragment_A(mma.partition_A(sA).shape)
+
+
+def load_operand_A(tiled_mma: cute.TiledMma, sA: cute.Tensor, rA: cute.Tensor, tidx: Int32) -> None:
+    """Loads the registers of `make_operand_A` with ldmatrix."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), sA.element_type)
+    copy = cute.make_tiled_copy_A(atom, tiled_mma)
+    thread_copy = copy.get_slice(tidx)
+    cute.copy(copy, thread_copy.partition_S(sA), thread_copy.retile(rA))
 
 
 def to_operand_A(acc: cute.Tensor, dtype) -> cute.Tensor:
