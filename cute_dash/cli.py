@@ -26,7 +26,14 @@ from tabulate import tabulate
 
 import cute_dash
 from cute_dash.check import ScheduleError, TooManyStepsError, describe_failure, find_violation
-from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, TUNED_HEAD_DIMS, BwdConfig, get_config
+from cute_dash.config import (
+    ALLOWED_HEAD_DIMS,
+    SUPPORTED_HEAD_DIMS,
+    TUNED_HEAD_DIMS,
+    UNEQUAL_HEAD_DIMS,
+    BwdConfig,
+    get_config,
+)
 from cute_dash.problem import MASKS, ProblemShape, normalize_mask
 from cute_dash.registry import ScheduleFileError, ShadowedPackageError, UnsupportedShapeError
 from cute_dash.schedule import Schedule, SelectingSchedule, needs_one_cta
@@ -141,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         default=list(TUNED_HEAD_DIMS),
         help=f"{ALLOWED_HEAD_DIMS} (default: {' '.join(map(str, TUNED_HEAD_DIMS))})",
     )
+    _add_head_dim_v(command)
     command.add_argument(
         "--grouped",
         action="store_true",
@@ -236,6 +244,7 @@ def _add_verify_options(command: argparse.ArgumentParser) -> None:
     )
     group = command.add_argument_group("configurations", "every combination is verified")
     group.add_argument("--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(TUNED_HEAD_DIMS))
+    _add_head_dim_v(group)
     group.add_argument(
         "--mask",
         nargs="+",
@@ -251,6 +260,13 @@ def _add_verify_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--seqlen-k", type=_tokens, metavar="TOKENS", help="default: as seqlen-q")
     group.add_argument(
         "--window", type=_window, metavar="LEFT,RIGHT", help="of mask local; default: a quarter of seqlen-k,0"
+    )
+
+
+def _add_head_dim_v(group: Any) -> None:
+    qk, v = UNEQUAL_HEAD_DIMS
+    group.add_argument(
+        "--head-dim-v", type=_head_dim, metavar="N", help=f"of V: {v} with --head-dim {qk} (default: as head-dim)"
     )
 
 
@@ -524,7 +540,10 @@ def _compile(args: argparse.Namespace) -> int:
     folder = _writable_cache_dir()
     jobs: list[CompileKey] = []
     for head_dim, mask in itertools.product(args.head_dim, args.mask):
-        config = get_config(head_dim, mask == "causal", mask == "local")
+        try:
+            config = get_config(head_dim, mask == "causal", mask == "local", args.head_dim_v)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         for name, schedule in schedules.items():
             try:
                 found = _list_keys(schedule, config, args.dtype, args.grouped, args.varlen)
@@ -533,7 +552,7 @@ def _compile(args: argparse.Namespace) -> int:
                 continue
             if not found and _get_schedules(args):
                 reason = "it cannot order this mask" + (", or may need several CTAs at once" if args.varlen else "")
-                print(f"{name}: nothing to compile for head dim {head_dim}, {mask}: {reason}")
+                print(f"{name}: nothing to compile for head dim {config.head_dims}, {mask}: {reason}")
             jobs += [key for key in found if key not in jobs]
     stored = []
     for number, key in enumerate(jobs, start=1):
@@ -647,7 +666,7 @@ def _compile_one(key: "CompileKey", folder: Path) -> str:
 def _describe_key(key: "CompileKey") -> str:
     flags = [name for name, flag in (("varlen", key.varlen), ("grouped heads", key.grouped)) if flag]
     launch = ", ".join([*flags, "cooperative" if key.cooperative else "plain"])
-    return f"head dim {key.config.head_dim}, {key.config.mask}, {key.dtype}, {key.schedule!r}, {launch} launch"
+    return f"head dim {key.config.head_dims}, {key.config.mask}, {key.dtype}, {key.schedule!r}, {launch} launch"
 
 
 def _verify_bits(args: argparse.Namespace) -> int:
@@ -696,7 +715,15 @@ def _select_to_verify(args: argparse.Namespace, default: "verify.Extents") -> "v
     window_size = args.window or (seqlen_k // 4, 0)
     extents = Extents(args.batch or default.batch, num_heads, args.kv_heads or num_heads, seqlen_q, seqlen_k)
     schedules = _get_schedules(args) or ["auto", "auto_invariant"]
-    return Selection(tuple(schedules), tuple(args.head_dim), tuple(masks), window_size, tuple(args.dtype), extents)
+    return Selection(
+        tuple(schedules),
+        tuple(args.head_dim),
+        tuple(masks),
+        window_size,
+        tuple(args.dtype),
+        extents,
+        args.head_dim_v,
+    )
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -44,20 +44,21 @@ def forward(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16, fp16 or fp32.
-        k, v: (batch, seqlen_k, num_heads_kv, head_dim), dtype of q; num_heads_kv divides num_heads.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), dtype of q; num_heads_kv divides num_heads. v may have a head dim
+            of its own, which is that of out, dout and dv then.
         softmax_scale: factor on Q K^T.
         causal: bottom-right aligned causal mask.
         window_size: sliding window (left, right), -1 for no limit.
 
     Returns:
-        out in the shape and dtype of q, and LSE (batch, num_heads, seqlen_q) in fp32, natural logarithm. A query that
+        out (batch, seqlen_q, num_heads, head dim of v), dtype of q, and LSE (batch, num_heads, seqlen_q) in fp32, natural logarithm. A query that
         sees no key has out 0 and LSE -inf.
     """
     batch, seqlen_q, num_heads, _ = q.shape
     seqlen_k, group_size = k.shape[1], num_heads // k.shape[2]
     window = _as_window(*normalize_mask(causal, window_size, seqlen_q, seqlen_k), seqlen_k)
     visible = window and _visible(range(seqlen_q), range(seqlen_k), seqlen_k - seqlen_q, window, q.device)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty((batch, seqlen_q, num_heads, v.shape[-1]))
     lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
     q, k, v = _to_streams(q), _to_streams(k), _to_streams(v)
     for b in range(batch):
@@ -112,7 +113,7 @@ def backward(
         ValueError: unknown schedule, or one that cannot implement the shape; unsupported head dim.
     """
     causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
-    config = config or get_config(q.shape[-1], causal, window is not None)
+    config = config or get_config(q.shape[-1], causal, window is not None, v.shape[-1])
     shape = config.make_shape_of(q.shape, k.shape, window)
     tensors = dout, q, k, v, out, lse, dlse
     return _backward(tensors, softmax_scale, shape, resolve(schedule, shape), interleaving)
@@ -158,11 +159,12 @@ def forward_varlen(
         cu_seqlens_q, cu_seqlens_k: (number of sequences + 1,): starts of the sequences and the end of the last.
 
     Returns:
-        out (total_q, num_heads, head_dim) and LSE (num_heads, total_q); 0 and -inf of queries that see no key or belong to
+        out (total_q, num_heads, head dim of v) and LSE (num_heads, total_q); 0 and -inf of queries that see no key or belong to
         no sequence.
     """
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32, device=q.device)
+    total_q, num_heads, _ = q.shape
+    out = q.new_zeros((total_q, num_heads, v.shape[-1]))
+    lse = torch.full((num_heads, total_q), -math.inf, dtype=torch.float32, device=q.device)
     options = softmax_scale, causal, window_size
     for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
         out_of_one, lse_of_one = forward(q[None, rows], k[None, keys], v[None, keys], *options)
@@ -198,7 +200,7 @@ def backward_varlen(
     Returns:
         dq, dk, dv in the shapes of q, k, v; 0 where no pair of a query and a key is.
     """
-    config = get_config(q.shape[-1], causal, window is not None)
+    config = get_config(q.shape[-1], causal, window is not None, v.shape[-1])
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
         dout_b, q_b, out_b = (x[None, rows] for x in (dout, q, out))

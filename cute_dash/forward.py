@@ -12,6 +12,9 @@ things differ between them and from the contract:
   how many SMs the device: the bits of a sequence's out would depend on both. Called with cumulative lengths it does not.
 * FlashAttention-2 counts in 64 bits; of cuDNN this is not known, so tensors of 2**31 elements and more do not go to it.
 * for a single query cuDNN splits the keys likewise: short sequences go to FlashAttention-2.
+* head dims above 128: cuDNN has them from versions on about which torch's own checks have changed, but 192 for Q and K with
+  128 for V from 9.11 on. The others go to FlashAttention-2, which has up to 256, but wants V like Q and K: it gets V with
+  zeros behind it.
 * sequences of different lengths go to FlashAttention-2; with windows too, but see `forward_varlen`.
 * queries that see no key (the first seqlen_q - seqlen_k - right): their out and LSE are undefined or +inf there; the
   contract says out 0 and LSE -inf.
@@ -23,9 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_dash.config import UNEQUAL_HEAD_DIMS
 from cute_dash.problem import Window, normalize_mask
 
 _CUDNN_MIN_VERSION = 90100
+_CUDNN_MIN_VERSION_UNEQUAL = 91100  # with `UNEQUAL_HEAD_DIMS`
+_CUDNN_MAX_HEAD_DIM = 128
 _CUDNN_MIN_SEQLEN = 128
 _CUDNN_MAX_ELEMENTS = 2**31 - 1  # of a tensor; untested beyond
 _FLASH_MAX_SEQUENCES = 2**16 - 1  # blocks in a grid's second dim
@@ -44,20 +50,21 @@ def forward(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16, CUDA.
-        k, v: (batch, seqlen_k, num_heads_kv, head_dim), same dtype and device; num_heads_kv divides num_heads.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), same dtype and device; num_heads_kv divides num_heads. v may have
+            another head dim, see `config.UNEQUAL_HEAD_DIMS`.
         softmax_scale: factor on Q K^T, above 0.
         causal: bottom-right aligned causal mask.
         window_size: sliding window (left, right), -1 for no limit.
 
     Returns:
-        out (batch, seqlen_q, num_heads, head_dim), contiguous, dtype of q, and LSE (batch, num_heads, seqlen_q), fp32.
+        out (batch, seqlen_q, num_heads, head dim of v), contiguous, dtype of q, and LSE (batch, num_heads, seqlen_q), fp32.
     """
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     causal, window = normalize_mask(causal, window_size, seqlen_q, seqlen_k)
     if window is not None:
         out, lse = _local_forward(q, k, v, softmax_scale, window)
     else:
-        run = _cudnn_forward if _cudnn_applies(q, k, causal) else _flash_forward
+        run = _cudnn_forward if _cudnn_applies(q, k, v, causal) else _flash_forward
         out, lse = run(q, k, v, softmax_scale, causal)
     right = 0 if causal else seqlen_q if window is None else window.right
     num_blind_queries = max(seqlen_q - seqlen_k - right, 0)
@@ -109,7 +116,7 @@ def _local_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window
     return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
 
 
-def _cudnn_applies(q: Tensor, k: Tensor, causal: bool) -> bool:
+def _cudnn_applies(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     """A function of shapes and of the installed libraries alone, like the choice of a schedule.
 
     Not `torch.backends.cuda.can_use_cudnn_attention`: what that says depends on switches that must not change bits
@@ -120,8 +127,12 @@ def _cudnn_applies(q: Tensor, k: Tensor, causal: bool) -> bool:
         return False
     if max(q.numel(), k.numel()) > _CUDNN_MAX_ELEMENTS:
         return False
+    unequal = (q.shape[-1], v.shape[-1]) == UNEQUAL_HEAD_DIMS
+    if q.shape[-1] > _CUDNN_MAX_HEAD_DIM and not unequal:
+        return False
     cudnn: Any = torch.backends.cudnn  # untyped in torch
-    return bool(cudnn.is_available() and cudnn.version() >= _CUDNN_MIN_VERSION)
+    min_version = _CUDNN_MIN_VERSION_UNEQUAL if unequal else _CUDNN_MIN_VERSION
+    return bool(cudnn.is_available() and cudnn.version() >= min_version)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -147,22 +158,31 @@ def _flash_forward(
     if seqlen_q == 1:
         # for a single query FlashAttention-2 would take the query heads of a group for queries, and may split the keys
         k, v = (x.repeat_interleave(num_heads // x.shape[2], dim=2) for x in (k, v))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse = _run_flash(
         *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)),
         cum_seq_q=_cumulative(batch, seqlen_q, q.device),
         cum_seq_k=_cumulative(batch, k.shape[1], q.device),
         max_q=seqlen_q,
         max_k=k.shape[1],
-        dropout_p=0.0,
         is_causal=causal,
-        return_debug_mask=False,
         scale=softmax_scale,
         window_size_left=window_left,
         window_size_right=window_right,
     )
     if lse.dim() == 2:  # (num_heads, batch * seqlen_q); older torch: (batch, num_heads, seqlen_q)
         lse = lse.view(num_heads, batch, seqlen_q).transpose(0, 1).clone(memory_format=torch.contiguous_format)
-    return out.view(q.shape), lse
+    return out.view(batch, seqlen_q, num_heads, -1), lse
+
+
+def _run_flash(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 on (total tokens, num_heads, head_dim): out (total_q, num_heads, head dim of v) and its LSE."""
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    if head_dim_v < head_dim:
+        v = torch.nn.functional.pad(v, (0, head_dim - head_dim_v))
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, dropout_p=0.0, return_debug_mask=False, **options)
+    if head_dim_v < head_dim:
+        out = out.narrow(-1, 0, head_dim_v).clone(memory_format=torch.contiguous_format)
+    return out, lse
 
 
 def _check_flash_limits(num_sequences: int, num_tokens: int) -> None:
@@ -186,13 +206,13 @@ def forward_varlen(
     """Attention forward of sequences of different lengths, by FlashAttention-2; does not synchronise with the device.
 
     Args:
-        q: (total_q, num_heads, head_dim), bf16 or fp16, CUDA; k, v: (total_k, num_heads_kv, head_dim).
+        q: (total_q, num_heads, head_dim), bf16 or fp16, CUDA; k, v: (total_k, num_heads_kv, head_dim), as for `forward`.
         cu_seqlens: of queries and of keys, (number of sequences + 1,), int32.
         max_seqlens: no sequence has more queries or keys.
         causal, window: `normalize_mask` of max_seqlens.
 
     Returns:
-        out (total_q, num_heads, head_dim), contiguous, and LSE (num_heads, total_q), fp32; 0 and -inf of queries that see
+        out (total_q, num_heads, head dim of v), contiguous, and LSE (num_heads, total_q), fp32; 0 and -inf of queries that see
         no key or belong to no sequence.
     """
     _check_flash_limits(len(cu_seqlens[0]) - 1, max(len(q), len(k)))
@@ -204,7 +224,7 @@ def forward_varlen(
         # a side of max_k or more would be taken for no limit, which is wrong for sequences of more queries than keys
         max_seqlen_k = max(max_seqlen_k, window.right + 1)
     window_left, window_right = window or (None, None)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse = _run_flash(
         q,
         k,
         v,
@@ -212,9 +232,7 @@ def forward_varlen(
         cum_seq_k=cu_seqlens[1],
         max_q=max_seqlen_q,
         max_k=max_seqlen_k,
-        dropout_p=0.0,
         is_causal=causal,
-        return_debug_mask=False,
         scale=softmax_scale,
         window_size_left=window_left,
         window_size_right=window_right,

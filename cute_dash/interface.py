@@ -33,9 +33,10 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16 (on the CPU also fp32); head_dim a multiple of 8 from
-            32 to 128. Any strides with a contiguous last dim are taken as they are if 16-byte aligned, others are copied.
+            32 to 256. Any strides with a contiguous last dim are taken as they are if 16-byte aligned, others are copied.
         k, v: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_kv divides num_heads: each KV head
-            serves num_heads / num_heads_kv query heads in a row (GQA; MQA with one KV head).
+            serves num_heads / num_heads_kv query heads in a row (GQA; MQA with one KV head). v has the head_dim of q and k,
+            or 128 where they have 192.
         softmax_scale: factor on Q K^T, above 0; default 1 / sqrt(head_dim).
         causal: bottom-right aligned causal mask: query i sees keys 0 .. i + seqlen_k - seqlen_q.
         window_size: sliding window (left, right) in tokens: query i sees keys i + seqlen_k - seqlen_q - left ..
@@ -50,8 +51,8 @@ def flash_attn_func(
             batch in an order that depends on the shape alone.
 
     Returns:
-        out in the shape and dtype of q, or (out, LSE). With a batch or a length of 0 there is nothing to compute: out is 0,
-        and so are all gradients.
+        out (batch, seqlen_q, num_heads, head_dim of v) in the dtype of q, or (out, LSE). With a batch or a length of 0 there is
+        nothing to compute: out is 0, and so are all gradients.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
@@ -85,9 +86,9 @@ def attention_backward(
     learnable_sink, dlse)` is the sink's own.
 
     Args:
-        dout: gradient of out, shape and dtype of q; None if the gradient comes through the LSE alone.
+        dout: gradient of out, in its shape and dtype; None if the gradient comes through the LSE alone.
         q, k, v, softmax_scale, causal, window_size, softcap, schedule: as for `flash_attn_func`.
-        out: (batch, seqlen_q, num_heads, head_dim), dtype of q; finite also for queries that see no key.
+        out: (batch, seqlen_q, num_heads, head_dim of v), dtype of q; finite also for queries that see no key.
         lse: (batch, num_heads, seqlen_q), fp32, natural logarithm.
         dlse: gradient of the LSE, like it; not read where the LSE is -inf. None: the LSE has none.
 
@@ -142,7 +143,7 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, num_heads, head_dim), dtype and strides as for `flash_attn_func`.
-        k, v: (total_k, num_heads_kv, head_dim).
+        k, v: (total_k, num_heads_kv, head_dim), head dims as for `flash_attn_func`.
         cu_seqlens_q, cu_seqlens_k: (number of sequences + 1,), int32, on the device of q: from 0, the starts of the
             sequences and the end of the last. A sequence may have other numbers of queries and keys, also none. The
             tensors may be longer: tokens behind the last sequence have out 0, LSE -inf and gradients 0.
@@ -155,7 +156,7 @@ def flash_attn_varlen_func(
             proven for each pair of lengths, which are read back from the device.
 
     Returns:
-        out in the shape and dtype of q, or (out, LSE) with LSE (num_heads, total_q).
+        out (total_q, num_heads, head_dim of v) in the dtype of q, or (out, LSE) with LSE (num_heads, total_q).
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
@@ -193,7 +194,7 @@ def attention_varlen_backward(
     """`attention_backward` for sequences of different lengths, one behind the other.
 
     Args:
-        dout, out: (total_q, num_heads, head_dim), dtype of q; finite also for queries that see no key. dout may be None as
+        dout, out: (total_q, num_heads, head_dim of v), dtype of q; finite also for queries that see no key. dout may be None as
             for `attention_backward`.
         lse: (num_heads, total_q), fp32, natural logarithm; dlse likewise.
         q, k, v, cu_seqlens_q and the others: as for `flash_attn_varlen_func`.

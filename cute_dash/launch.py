@@ -46,8 +46,9 @@ def backward(
 
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16; strides TMA can use: last one 1, others
-            multiples of 8 elements, pointers 16-byte aligned.
-        k, v: (batch, seqlen_k, num_heads_kv, head_dim), likewise; num_heads_kv divides num_heads.
+            multiples of 8 elements, pointers 16-byte aligned. dout and out have the head dim of v.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), likewise; num_heads_kv divides num_heads. v may have another
+            head dim, see `config.UNEQUAL_HEAD_DIMS`.
         lse: (batch, num_heads, seqlen_q), fp32, natural log; -inf for rows that see no key.
         schedule: a concrete schedule (`registry.resolve`).
         config: for experiments, another configuration than `get_config` says, with other tiles other bits too.
@@ -57,7 +58,7 @@ def backward(
         (dq, dk, dv), contiguous, of the inputs' shapes and dtype.
     """
     causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
-    config = config or get_config(q.shape[-1], causal, window is not None)
+    config = config or get_config(q.shape[-1], causal, window is not None, v.shape[-1])
     return _launch((dout, q, k, v, out, lse, dlse), softmax_scale, config, window, schedule, None, None)
 
 
@@ -89,7 +90,7 @@ def backward_varlen(
     Returns:
         (dq, dk, dv), contiguous, of the inputs' shapes and dtype; 0 behind the last sequence.
     """
-    config = get_config(q.shape[-1], causal, window is not None)
+    config = get_config(q.shape[-1], causal, window is not None, v.shape[-1])
     inputs = tuple(None if x is None else x.unsqueeze(0) for x in (dout, q, k, v, out, lse, dlse))
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     dq, dk, dv = _launch(inputs, softmax_scale, config, window, schedule, None, None, cu_seqlens)
@@ -119,7 +120,7 @@ def record_order(
         StuckError: a wait was given up; names batch, head, m_block, n_block and lock value.
     """
     causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
-    config = get_config(q.shape[-1], causal, window is not None)
+    config = get_config(q.shape[-1], causal, window is not None, v.shape[-1])
     shape = config.make_shape_of(q.shape, k.shape, window)
     size = (shape.batch * shape.num_query_heads, shape.num_m_blocks, shape.num_n_blocks + 1)
     record = torch.full(size, -1, dtype=torch.int32, device=q.device)

@@ -141,15 +141,17 @@ def _check(
     validation.check_scale(softmax_scale)
     window_size = validation.check_window_size(window_size)
     concrete = validation.resolve_schedule(spec, q, k, causal, window_size)
-    checked = _conclude(tensors, softmax_scale, schedule, concrete)
+    checked = _conclude(tensors, q, softmax_scale, schedule, concrete)
     _remember(_checked, key, checked)
     return checked
 
 
-def _conclude(tensors: tuple[Tensor, ...], softmax_scale: float | None, requested: str, concrete: Schedule) -> _Checked:
+def _conclude(
+    tensors: tuple[Tensor, ...], q: Tensor, softmax_scale: float | None, requested: str, concrete: Schedule
+) -> _Checked:
     """What `_check` returns for arguments that are good."""
     return _Checked(
-        1.0 / math.sqrt(tensors[0].shape[-1]) if softmax_scale is None else softmax_scale,
+        1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
         ScheduleRecord(requested, concrete.name, concrete.version, concrete),
         all(_strides_fit(x) for x in tensors[:5]),
     )
@@ -206,7 +208,7 @@ def _check_varlen(
         window_size = validation.check_window_size(window_size)
         longest = validation.get_longest_shape(q, k, max_seqlens, causal, window_size)
         concrete = validation.resolve_varlen_schedule(spec, longest, (len(q), len(k)), len(cu_seqlens[0]) - 1)
-        checked = _CheckedVarlen(*_conclude(tensors, softmax_scale, schedule, concrete), longest)
+        checked = _CheckedVarlen(*_conclude(tensors, q, softmax_scale, schedule, concrete), longest)
         _remember(_checked_varlen, key, checked)
     if q.device.type == "cpu":
         validation.check_lengths(cu_seqlens, max_seqlens, (len(q), len(k)))
@@ -291,12 +293,12 @@ def attention_forward(
     schedule: str,
     learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, num_heads, head_dim) and LSE (batch, num_heads, seqlen_q); `schedule` is the backward's."""
+    """out (batch, seqlen_q, num_heads, head dim of v) and LSE (batch, num_heads, seqlen_q); `schedule` is the backward's."""
     window_size = window_left, window_right
     tensors = _given(q, k, v, learnable_sink)
     checked = _check(validation.check_qkv, tensors, q, k, softmax_scale, causal, window_size, schedule)
     if _has_no_pair(q, k):
-        out, lse = _see_nothing(q)
+        out, lse = _see_nothing(q, v)
     else:
         out, lse = emulator.forward(q, k, v, checked.softmax_scale, causal, window_size)
     return (out, lse) if learnable_sink is None else add_sink(out, lse, learnable_sink)
@@ -318,7 +320,7 @@ def _forward_cuda(
     tensors = _given(q, k, v, learnable_sink)
     checked = _check(validation.check_qkv, tensors, q, k, softmax_scale, causal, window_size, schedule)
     if _has_no_pair(q, k):
-        out, lse = _see_nothing(q)
+        out, lse = _see_nothing(q, v)
     else:
         q, k, v = _aligned(checked, q, k, v)
         with on_device(q.device):
@@ -335,10 +337,11 @@ def _has_no_pair(q: Tensor, k: Tensor) -> bool:
     return 0 in (q.shape[0], q.shape[1], k.shape[1])
 
 
-def _see_nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+def _see_nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and LSE of queries without keys."""
     batch, seqlen_q, num_heads, _ = q.shape
-    return q.new_zeros(q.shape), q.new_full((batch, num_heads, seqlen_q), -math.inf, dtype=torch.float32)
+    out = q.new_zeros((batch, seqlen_q, num_heads, v.shape[-1]))
+    return out, q.new_full((batch, num_heads, seqlen_q), -math.inf, dtype=torch.float32)
 
 
 def _zeros(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -360,7 +363,8 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     validation.check_qkv(q, k, v, learnable_sink)
     batch, seqlen_q, num_heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32)
+    out = q.new_empty((batch, seqlen_q, num_heads, v.shape[-1]))
+    return out, q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32)
 
 
 @_define
@@ -459,7 +463,7 @@ def attention_varlen_forward(
     schedule: str,
     learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (total_q, num_heads, head_dim) and LSE (num_heads, total_q); `schedule` is the backward's."""
+    """out (total_q, num_heads, head dim of v) and LSE (num_heads, total_q); `schedule` is the backward's."""
     lengths = _Lengths((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     options = softmax_scale, causal, (window_left, window_right), schedule
     tensors = _given(q, k, v, learnable_sink)
@@ -522,7 +526,9 @@ def _(
     learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     validation.check_varlen_qkv(q, k, v, learnable_sink)
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    total_q, num_heads, _ = q.shape
+    out = q.new_empty((total_q, num_heads, v.shape[-1]))
+    return out, q.new_empty((num_heads, total_q), dtype=torch.float32)
 
 
 @_define

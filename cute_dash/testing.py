@@ -32,22 +32,25 @@ def random_inputs(
     head_dim: int,
     *,
     num_heads_kv: int | None = None,
+    head_dim_v: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: "torch.device | str" = "cpu",
     seed: int = 0,
 ) -> AttentionInputs:
     """Standard normal q, dout (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, num_heads_kv, ...).
 
-    num_heads_kv is num_heads unless given.
+    num_heads_kv is num_heads unless given, and head_dim_v, that of v and dout, head_dim.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(seqlen: int, heads: int) -> Tensor:
-        return torch.randn(batch, seqlen, heads, head_dim, generator=generator, device=device).to(dtype)
+    def normal(seqlen: int, heads: int, columns: int) -> Tensor:
+        return torch.randn(batch, seqlen, heads, columns, generator=generator, device=device).to(dtype)
 
     heads_kv = num_heads if num_heads_kv is None else num_heads_kv
-    q, k, v = normal(seqlen_q, num_heads), normal(seqlen_k, heads_kv), normal(seqlen_k, heads_kv)
-    return AttentionInputs(q, k, v, dout=normal(seqlen_q, num_heads))
+    columns_v = head_dim if head_dim_v is None else head_dim_v
+    q, k = normal(seqlen_q, num_heads, head_dim), normal(seqlen_k, heads_kv, head_dim)
+    v = normal(seqlen_k, heads_kv, columns_v)
+    return AttentionInputs(q, k, v, dout=normal(seqlen_q, num_heads, columns_v))
 
 
 def attention_forward_ref(
@@ -64,7 +67,7 @@ def attention_forward_ref(
     learnable_sink (num_heads,) is one more logit of each query, without a value.
 
     Returns:
-        out (batch, seqlen_q, num_heads, head_dim) and LSE (batch, num_heads, seqlen_q), both fp64. A query that sees
+        out (batch, seqlen_q, num_heads, head dim of v) and LSE (batch, num_heads, seqlen_q), both fp64. A query that sees
         no key has out 0 and LSE -inf, or the sink.
     """
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
@@ -190,8 +193,7 @@ def _gradients(
     dq = torch.einsum("bhmn,bnhd->bmhd", ds, k)
     dk = torch.einsum("bhmn,bmhd->bnhd", ds, q)
     dv = torch.einsum("bhmn,bmhd->bnhd", p, dout)
-    batch, seqlen_k, _, head_dim = dk.shape
-    dk, dv = (x.reshape(batch, seqlen_k, num_heads_kv, -1, head_dim).sum(dim=3) for x in (dk, dv))
+    dk, dv = (x.unflatten(2, (num_heads_kv, -1)).sum(dim=3) for x in (dk, dv))  # type: ignore[no-untyped-call]
     return dq, dk, dv
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_dash.check import check
-from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, get_config
+from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
 from cute_dash.problem import ProblemShape, Window, normalize_mask
 from cute_dash.registry import load, resolve
@@ -102,7 +102,8 @@ def check_softcap(softcap: float) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, learnable_sink: Tensor | None = None) -> None:
     """Shapes, dtypes and devices of q (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, num_heads_kv, ...).
 
-    num_heads_kv divides num_heads. Batch and lengths may be 0. learnable_sink is (num_heads,).
+    num_heads_kv divides num_heads. v has the head dim of q and k, or the pair is `UNEQUAL_HEAD_DIMS`. Batch and lengths may be
+    0. learnable_sink is (num_heads,).
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
@@ -114,10 +115,10 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, learnable_sink: Tensor | None = N
     _check_same("k", k, "q", q)
     _check_same("v", v, "q", q)
     batch, _, num_heads, head_dim = q.shape
-    _check_head_dim(head_dim)
+    _check_head_dims(head_dim, v.shape[-1])
     check_num_heads(num_heads, k.shape[2])
     _check_shape("k", k, (batch, k.shape[1], k.shape[2], head_dim))
-    _check_shape("v", v, tuple(k.shape))
+    _check_shape("v", v, (*k.shape[:-1], v.shape[-1]))
     _check_sink(learnable_sink, q)
 
 
@@ -133,10 +134,10 @@ def check_varlen_qkv(q: Tensor, k: Tensor, v: Tensor, learnable_sink: Tensor | N
     _check_same("k", k, "q", q)
     _check_same("v", v, "q", q)
     _, num_heads, head_dim = q.shape
-    _check_head_dim(head_dim)
+    _check_head_dims(head_dim, v.shape[-1])
     check_num_heads(num_heads, k.shape[1])
     _check_shape("k", k, (k.shape[0], k.shape[1], head_dim))
-    _check_shape("v", v, tuple(k.shape))
+    _check_shape("v", v, (*k.shape[:-1], v.shape[-1]))
     _check_sink(learnable_sink, q)
 
 
@@ -187,9 +188,9 @@ def check_lengths(cu_seqlens: tuple[Tensor, Tensor], max_seqlens: tuple[int, int
 def check_varlen_backward_tensors(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
 ) -> None:
-    """`check_varlen_qkv`, and dout and out like q, lse and dlse (num_heads, total_q) fp32."""
+    """`check_varlen_qkv`, and dout and out like q with the head dim of v, lse and dlse (num_heads, total_q) fp32."""
     check_varlen_qkv(q, k, v)
-    check_row_tensors(dout, q, out, lse, dlse)
+    check_row_tensors(dout, q, v, out, lse, dlse)
 
 
 def check_num_heads(num_heads: int, num_heads_kv: int) -> None:
@@ -204,17 +205,17 @@ def check_num_heads(num_heads: int, num_heads_kv: int) -> None:
 def check_backward_tensors(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
 ) -> None:
-    """`check_qkv`, and dout and out like q, lse and dlse (batch, num_heads, seqlen_q) fp32."""
+    """`check_qkv`, and dout and out like q with the head dim of v, lse and dlse (batch, num_heads, seqlen_q) fp32."""
     check_qkv(q, k, v)
-    check_row_tensors(dout, q, out, lse, dlse)
+    check_row_tensors(dout, q, v, out, lse, dlse)
 
 
-def check_row_tensors(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> None:
-    """dout and out like q, lse and dlse (..., num_heads, seqlen_q) fp32 for q (..., seqlen_q, num_heads, head_dim)."""
+def check_row_tensors(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> None:
+    """dout and out like q (..., seqlen_q, num_heads, head_dim) with the head dim of v, lse and dlse (..., num_heads, seqlen_q)."""
     *batch, seqlen_q, num_heads, _ = q.shape
     for name, x in (("dout", dout), ("out", out)):
         _check_same(name, x, "q", q)
-        _check_shape(name, x, tuple(q.shape))
+        _check_shape(name, x, (*q.shape[:-1], v.shape[-1]))
     for name, row in (("lse", lse), ("dlse", dlse)):
         if row is None:
             continue
@@ -229,7 +230,7 @@ def check_sink_tensors(dout: Tensor, out: Tensor, lse: Tensor, learnable_sink: T
     """What the gradient of a sink is made of, (batch, seqlen, num_heads, head_dim) or with cu_seqlens (tokens, ...)."""
     if out.ndim not in (3, 4):
         raise ValueError(f"out has shape {tuple(out.shape)}; allowed: 3-D or 4-D")
-    check_row_tensors(dout, out, out, lse, dlse)
+    check_row_tensors(dout, out, out, out, lse, dlse)
     _check_sink(learnable_sink, out)
 
 
@@ -384,6 +385,7 @@ def _make_shape(
     # for what has nothing to compute a schedule is chosen as for one token
     q_shape, k_shape = (tuple(max(extent, 1) for extent in shape) for shape in (q_shape, k_shape))
     causal, window = normalize_mask(causal, window_size, q_shape[1], k_shape[1])
+    # the head dim of V has no say in the tiles
     return get_config(q_shape[-1], causal, window is not None).make_shape_of(q_shape, k_shape, window)
 
 
@@ -430,9 +432,14 @@ def _check_dtype(q: Tensor) -> None:
         raise TypeError(f"q has dtype {q.dtype}; allowed on {q.device.type}: {names}")
 
 
-def _check_head_dim(head_dim: int) -> None:
+def _check_head_dims(head_dim: int, head_dim_v: int) -> None:
     if head_dim not in SUPPORTED_HEAD_DIMS:
         raise ValueError(f"q has head_dim {head_dim}; allowed: {ALLOWED_HEAD_DIMS}")
+    if head_dim_v != head_dim and (head_dim, head_dim_v) != UNEQUAL_HEAD_DIMS:
+        unequal_qk, unequal_v = UNEQUAL_HEAD_DIMS
+        raise ValueError(
+            f"v has head_dim {head_dim_v} and q has {head_dim}; allowed: equal ones, or {unequal_v} with {unequal_qk}"
+        )
 
 
 def _check_same(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

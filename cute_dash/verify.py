@@ -18,6 +18,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from cute_dash import emulator, registry, validation
+from cute_dash.config import describe_head_dims
 from cute_dash.interface import attention_backward, flash_attn_func
 from cute_dash.registry import UnsupportedShapeError
 from cute_dash.schedule import Schedule, Selector
@@ -293,6 +294,7 @@ class Configuration:
     window_size: tuple[int, int]
     dtype: str
     extents: Extents
+    head_dim_v: int | None = None  # that of head_dim
 
     def make_problem(self, device: str, seed: int = 0) -> Problem:
         """Random inputs and the forward pass of the op.
@@ -301,7 +303,7 @@ class Configuration:
             ValueError: what the op refuses, naming it.
         """
         x, dtype = self.extents, getattr(torch, self.dtype)
-        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "head_dim_v": self.head_dim_v}
         q, _, _, dout = random_inputs(x.batch, x.seqlen_q, x.seqlen_k, x.num_heads, self.head_dim, seed=seed, **options)
         _, k, v, _ = random_inputs(x.batch, 1, x.seqlen_k, x.num_heads_kv, self.head_dim, seed=seed + 1, **options)
         causal, scale = self.mask == "causal", self.head_dim**-0.5
@@ -312,12 +314,16 @@ class Configuration:
         kind = Problem if q.is_cuda else EmulatedProblem
         return kind(dout, q, k, v, out, lse, scale, causal, window_size, self.schedule)
 
+    @property
+    def head_dims(self) -> str:
+        return describe_head_dims(self.head_dim, self.head_dim_v or self.head_dim)
+
     def describe(self) -> str:
         x = self.extents
         window = f" {','.join(map(str, self.window_size))}" if self.mask == "local" else ""
         heads = f"{x.num_heads} heads" + (f", {x.num_heads_kv} KV heads" if x.num_heads_kv != x.num_heads else "")
         return (
-            f"{self.schedule}, head dim {self.head_dim}, {self.mask}{window}, {self.dtype}, "
+            f"{self.schedule}, head dim {self.head_dims}, {self.mask}{window}, {self.dtype}, "
             f"batch {x.batch}, {heads}, {x.seqlen_q} x {x.seqlen_k} tokens"
         )
 
@@ -332,11 +338,12 @@ class Selection:
     window_size: tuple[int, int]
     dtypes: tuple[str, ...]
     extents: Extents
+    head_dim_v: int | None = None  # that of each of head_dims
 
     def list_configurations(self) -> list[Configuration]:
         """Every combination, also those that their schedule cannot order."""
         return [
-            Configuration(schedule, head_dim, mask, self.window_size, dtype, self.extents)
+            Configuration(schedule, head_dim, mask, self.window_size, dtype, self.extents, self.head_dim_v)
             for head_dim, mask, dtype in itertools.product(self.head_dims, self.masks, self.dtypes)
             for schedule in self._list_schedules()
         ]
@@ -344,7 +351,7 @@ class Selection:
     def list_controls(self, extents: Extents) -> list[Configuration]:
         """The comparator on the same kernels, with other extents."""
         return [
-            Configuration(CONTROL, head_dim, mask, (extents.seqlen_k // 2, 0), dtype, extents)
+            Configuration(CONTROL, head_dim, mask, (extents.seqlen_k // 2, 0), dtype, extents, self.head_dim_v)
             for head_dim, mask, dtype in itertools.product(self.head_dims, self.masks, self.dtypes)
         ]
 
@@ -424,7 +431,7 @@ class Report:
             {
                 "schedule": row.configuration.schedule,
                 "ran": row.ran,
-                "head dim": row.configuration.head_dim,
+                "head dim": row.configuration.head_dims,
                 "mask": row.configuration.mask,
                 "dtype": row.configuration.dtype,
                 **{name: str(row.outcomes.get(name, Outcome())) for name in conditions},
@@ -523,7 +530,7 @@ def make_problems(
             problems.append((configuration, configuration.make_problem(device)))
         except UnsupportedShapeError as error:
             report.left_out.append(
-                f"{configuration.schedule} on head dim {configuration.head_dim}, {configuration.mask}: it {error.reason}"
+                f"{configuration.schedule} on head dim {configuration.head_dims}, {configuration.mask}: it {error.reason}"
             )
     return problems
 

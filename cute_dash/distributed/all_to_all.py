@@ -24,7 +24,7 @@ def check_heads(q: Tensor, k: Tensor, world_size: int) -> None:
 
 
 def gather_sequence(q: Tensor, k: Tensor, v: Tensor, place: Place, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Whole sequences of this rank's heads, of q, k, v that have one length; one message between each two ranks.
+    """Whole sequences of this rank's heads; one message between each two ranks if q, k, v have one length and head dim.
 
     Args:
         q: (batch, seqlen / n, num_heads, head_dim); head group r = heads r * num_heads / n ... goes to rank r.
@@ -33,7 +33,7 @@ def gather_sequence(q: Tensor, k: Tensor, v: Tensor, place: Place, layout: Layou
     Returns:
         q, k, v (batch, seqlen, num_heads / n, head_dim) in the order of the sequence; views of one tensor.
     """
-    if q.shape[1] != k.shape[1]:
+    if q.shape[1] != k.shape[1] or q.shape[-1] != v.shape[-1]:
         q, k, v = (_HeadsForSequence.apply(x, place, layout) for x in (q, k, v))  # type: ignore[no-untyped-call]
         return q, k, v
     groups = [_split(x, 2, place.world_size) for x in (q, k, v)]

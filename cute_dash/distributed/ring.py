@@ -99,12 +99,12 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> tup
     Raises:
         TypeError, ValueError: before anything is sent.
     """
-    _check(q, k, options)
+    _check(q, k, v, options)
     out, lse = _RingAttention.apply(q, k, v, options)  # type: ignore[no-untyped-call]
     return out, lse
 
 
-def _check(q: Tensor, k: Tensor, options: RingOptions) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> None:
     """Refuses what some rank could not do in some step, so that no rank is left waiting for another."""
     if options.causal and q.shape[1] != k.shape[1]:
         raise ValueError(
@@ -114,6 +114,11 @@ def _check(q: Tensor, k: Tensor, options: RingOptions) -> None:
     if options.layout == "zigzag" and options.causal and q.shape[1] % 2:
         raise ValueError(
             f"q has {q.shape[1]} tokens on each rank; allowed with layout='zigzag': an even number, two chunks"
+        )
+    if v.shape != k.shape:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)}; allowed with method='ring': that of k, {tuple(k.shape)}; method='all_to_all' takes "
+            "another head dim of v"
         )
     first, middle, last = 0, 1, 2  # every kind of block occurs on the middle one of three ranks
     sources = (middle,) if options.place.world_size == 1 else (middle, first, last)

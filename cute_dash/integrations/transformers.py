@@ -62,7 +62,7 @@ def attention(
     Args:
         module: the layer; its `is_causal` and its config's decide, unless `is_causal` is given.
         query: (batch, num_heads, seqlen_q, head_dim).
-        key, value: (batch, num_heads_kv, seqlen_k, head_dim).
+        key, value: (batch, num_heads_kv, seqlen_k, head_dim); value may have head_dim 128 where the others have 192.
         attention_mask: None, or segments (batch, seqlen_k).
         sliding_window: keys that a query sees, itself among them; causal only.
         s_aux: (num_heads,), logits of attention sinks, see `flash_attn_func`'s learnable_sink.
@@ -70,7 +70,7 @@ def attention(
             there are segments or kwargs has the sequences' lengths (cu_seq_lens_q, ... max_length_k).
 
     Returns:
-        out (batch, seqlen_q, num_heads, head_dim) and no weights; padding has out 0.
+        out (batch, seqlen_q, num_heads, head_dim of value) and no weights; padding has out 0.
 
     Raises:
         TypeError, ValueError: naming what is not supported, and what is.
@@ -322,7 +322,7 @@ def _drop_if_all(tokens: Tensor, segments: Tensor) -> Tensor | None:
 
 def _run_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, options: dict[str, Any]) -> Tensor:
     tokens_q, tokens_k = lengths.tokens_q, lengths.tokens_k
-    shape = q.shape
+    shape = *q.shape[:-1], v.shape[-1]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (batch * seqlen, num_heads, head_dim)
     if tokens_q is not None:
         q = q[tokens_q]
@@ -340,5 +340,5 @@ def _run_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, options: dic
     )
     assert isinstance(out, Tensor)  # LSE was not asked for
     if tokens_q is not None:
-        out = out.new_zeros(shape.numel() // shape[2:].numel(), *shape[2:]).index_copy(0, tokens_q, out)
+        out = out.new_zeros(shape[0] * shape[1], *shape[2:]).index_copy(0, tokens_q, out)
     return out.view(shape)
