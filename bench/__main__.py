@@ -19,7 +19,7 @@ from bench.implementations import OURS, SHIPPED_CONFIG, ConfigChange, find_candi
 from bench.results import FAILED, REGIMES, Results, check_same_environment, merge
 from bench.timing import BurstPlan
 from cute_dash import registry
-from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS
+from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS
 
 if TYPE_CHECKING:
     from bench.runner import Run
@@ -221,11 +221,16 @@ def _selected_schedules(args: argparse.Namespace) -> list[str]:
 
 
 def _selected_cells(args: argparse.Namespace) -> list[Cell]:
-    return list_cells(args.head_dim, args.mask, args.seqlen, args.batch, args.heads, args.dtype, args.kv_heads)
+    options = (args.batch, args.heads, args.dtype, args.kv_heads, args.head_dim_v)
+    selected = list_cells(args.head_dim, args.mask, args.seqlen, *options)
+    for cell in selected:
+        cell.shipped_config()  # refuses a head dim of V that does not go with that of Q and K
+    return selected
 
 
 def _is_selected(cell: Cell, args: argparse.Namespace) -> bool:
-    return cell.head_dim in args.head_dim and cell.mask in args.mask and cell.seqlen in args.seqlen
+    is_head_dim = cell.head_dim in args.head_dim and args.head_dim_v in (None, cell.value_dim)
+    return is_head_dim and cell.mask in args.mask and cell.seqlen in args.seqlen
 
 
 def _log(started_s: float, line: str) -> None:
@@ -248,6 +253,8 @@ def _add_what(group: Any) -> None:
         default=list(cells.HEAD_DIMS),
         help=f"{ALLOWED_HEAD_DIMS}; default: 64,128",
     )
+    qk, v = UNEQUAL_HEAD_DIMS
+    group.add_argument("--head-dim-v", type=int, help=f"of V: {v} with --head-dim {qk}; default: as head-dim")
     group.add_argument(
         "--mask",
         type=_list_of(_mask),

@@ -6,7 +6,7 @@ Host only; no torch. Lengths in tokens, sizes in bytes, times in ms.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cute_dash.config import TUNED_HEAD_DIMS, BwdConfig, get_config
+from cute_dash.config import TUNED_HEAD_DIMS, BwdConfig, describe_head_dims, get_config
 from cute_dash.problem import ProblemShape, normalize_mask
 
 HEAD_DIMS = TUNED_HEAD_DIMS  # of the standard cells
@@ -33,9 +33,10 @@ class Cell:
     heads: int
     dtype: str = "bf16"
     kv_heads: int | None = None
+    head_dim_v: int | None = None  # of v and out, where it is not head_dim
 
     def __post_init__(self) -> None:
-        for name in ("head_dim", "seqlen", "batch", "heads", "num_kv_heads"):
+        for name in ("head_dim", "value_dim", "seqlen", "batch", "heads", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.heads % self.num_kv_heads:
@@ -58,10 +59,16 @@ class Cell:
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
+    def value_dim(self) -> int:
+        """Head dim of v, out and dout."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
     def label(self) -> str:
         """Short name for tables; batch and heads appear only where they are not the standard ones."""
         standard = standard_cell(self.head_dim, self.mask, self.seqlen)
-        label = f"hd{self.head_dim} {self.mask} {format_seqlen(self.seqlen)}"
+        head_dims = describe_head_dims(self.head_dim, self.value_dim)
+        label = f"hd{head_dims} {self.mask} {format_seqlen(self.seqlen)}"
         if (self.batch, self.heads) != (standard.batch, standard.heads):
             label += f" b{self.batch} h{self.heads}"
         if self.num_kv_heads != self.heads:
@@ -70,11 +77,11 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Five matmuls of 2*S*S*D each per stream: 2.5 times the forward's two; half of it under the causal mask.
+        """Matmuls of 2*S*S*D each per stream, three of Q and K's D, two of V's; half of it under the causal mask.
 
         Under a window 2*D for each pair of a query and a key that it sees.
         """
-        return 2.5 * 4 * self.batch * self.heads * self._num_pairs() * self.head_dim
+        return 2.0 * self.batch * self.heads * self._num_pairs() * (3 * self.head_dim + 2 * self.value_dim)
 
     def _num_pairs(self) -> float:
         """(query, key) pairs of a stream that the FLOPs count."""
@@ -85,18 +92,23 @@ class Cell:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of one (B, S, H, D) tensor of the query heads."""
+        """Bytes of one (B, S, H, D) tensor of the query heads, with the head dim of Q and K."""
         return self.batch * self.seqlen * self.heads * self.head_dim * ELEMENT_BYTES
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one (B, S, H, D) tensor of the KV heads."""
+        """Bytes of one (B, S, H, D) tensor of the KV heads, likewise."""
         return self.tensor_bytes // self.heads * self.num_kv_heads
 
     @property
     def input_bytes(self) -> int:
         """Bytes that one call reads: q, k, v, out, dout and the fp32 LSE."""
-        return 3 * self.tensor_bytes + 2 * self.kv_bytes + 4 * self.batch * self.heads * self.seqlen
+        lse_bytes = 4 * self.batch * self.heads * self.seqlen
+        return self.tensor_bytes + self.kv_bytes + self._of_values(2 * self.tensor_bytes + self.kv_bytes) + lse_bytes
+
+    def _of_values(self, num_bytes: int) -> int:
+        """Bytes of tensors with V's head dim instead of that of Q and K."""
+        return num_bytes // self.head_dim * self.value_dim
 
     def tflops(self, ms: float) -> float:
         """TFLOPS of a call that takes `ms`."""
@@ -109,7 +121,8 @@ class Cell:
             gemm_tflops: rate of a large bf16 GEMM on the same device, in the same regime.
             copy_tb_per_s: bytes read plus bytes written per second by a device copy, in TB/s.
         """
-        moved_bytes = 4 * self.tensor_bytes + 4 * self.kv_bytes
+        moved_bytes = 2 * self.tensor_bytes + 2 * self.kv_bytes
+        moved_bytes += self._of_values(2 * self.tensor_bytes + 2 * self.kv_bytes)
         return max(self.flops / gemm_tflops * 1e-9, moved_bytes / copy_tb_per_s * 1e-9)
 
     def problem_shape(self, config: BwdConfig | None = None) -> ProblemShape:
@@ -130,7 +143,7 @@ class Cell:
             ValueError: a head dim that the kernel does not have.
         """
         causal, window = normalize_mask(self.causal, self.window_size, self.seqlen, self.seqlen)
-        return get_config(self.head_dim, causal, window is not None)
+        return get_config(self.head_dim, causal, window is not None, self.head_dim_v)
 
 
 def standard_cell(
@@ -141,11 +154,13 @@ def standard_cell(
     heads: int | None = None,
     dtype: str = "bf16",
     kv_heads: int | None = None,
+    head_dim_v: int | None = None,
 ) -> Cell:
     """A cell at 16,384 tokens and heads * head_dim = 2,048 (at least one sequence and one head) unless told otherwise."""
     batch = max(1, TOKENS // max(1, seqlen)) if batch is None else batch
     heads = max(1, MODEL_DIM // max(1, head_dim)) if heads is None else heads
-    return Cell(head_dim, mask, seqlen, batch, heads, dtype, None if kv_heads == heads else kv_heads)
+    kv_heads = None if kv_heads == heads else kv_heads
+    return Cell(head_dim, mask, seqlen, batch, heads, dtype, kv_heads, None if head_dim_v == head_dim else head_dim_v)
 
 
 def list_cells(
@@ -156,11 +171,13 @@ def list_cells(
     heads: int | None = None,
     dtype: str = "bf16",
     kv_heads: int | None = None,
+    head_dim_v: int | None = None,
 ) -> list[Cell]:
     """All combinations; by default the 24 standard cells."""
     seqlens = list(seqlens)
     masks = list(masks)
-    return [standard_cell(d, m, s, batch, heads, dtype, kv_heads) for d in head_dims for m in masks for s in seqlens]
+    options = (batch, heads, dtype, kv_heads, head_dim_v)
+    return [standard_cell(d, m, s, *options) for d in head_dims for m in masks for s in seqlens]
 
 
 def parse_window(mask: str) -> tuple[int, int]:

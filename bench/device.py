@@ -101,16 +101,17 @@ def num_input_sets(input_bytes: int, l2_bytes: int) -> int:
 
 
 def random_inputs(cell: Cell, seed: int) -> Inputs:
-    """Normal q, k, v, dout on the GPU; out and LSE from torch's flash forward."""
+    """Normal q, k, v, dout on the GPU; out and LSE from torch's flash forward, or ours where it lacks arguments."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
-    def normal(heads: int) -> torch.Tensor:
-        extents = (cell.batch, cell.seqlen, heads, cell.head_dim)
+    def normal(heads: int, head_dim: int) -> torch.Tensor:
+        extents = (cell.batch, cell.seqlen, heads, head_dim)
         return torch.randn(extents, generator=generator, device="cuda", dtype=_DTYPES[cell.dtype])
 
-    q, k, v, dout = (normal(heads) for heads in (cell.heads, cell.num_kv_heads, cell.num_kv_heads, cell.heads))
+    q, k = normal(cell.heads, cell.head_dim), normal(cell.num_kv_heads, cell.head_dim)
+    v, dout = normal(cell.num_kv_heads, cell.value_dim), normal(cell.heads, cell.value_dim)
     scale = 1 / math.sqrt(cell.head_dim)
-    if cell.window_size != (-1, -1):
+    if cell.window_size != (-1, -1) or cell.value_dim != cell.head_dim:
         out, lse = forward(q, k, v, scale, cell.causal, cell.window_size)
         return Inputs(q, k, v, out, dout, lse, scale, cell.causal, cell.window_size)
     # the functional form returns the LSE, which scaled_dot_product_attention keeps to itself

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OURS = "cute-dash"
 MODES = ("det", "nondet")
-CELL_FIELDS = ("head_dim", "causal", "local")  # of a configuration: the cell says what they are
+CELL_FIELDS = ("head_dim", "head_dim_v", "causal", "local")  # of a configuration: the cell says what they are
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ class Cudnn:
         # cuDNN's order of modes is (B, H, S, D); strides say that memory is (B, S, H, D)
         operands = [t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout)]
         operands.append(inputs.lse.unsqueeze(-1))
-        plan_key = (inputs.q.shape, inputs.k.shape, inputs.q.dtype, inputs.softmax_scale, inputs.causal, deterministic)
+        shapes = (inputs.q.shape, inputs.k.shape, inputs.v.shape)
+        plan_key = (*shapes, inputs.q.dtype, inputs.softmax_scale, inputs.causal, deterministic)
         if plan_key not in self._plans:
             self._plans[plan_key] = self._build(inputs, operands, deterministic)
         graph, handles = self._plans[plan_key]

@@ -5,7 +5,7 @@ computed, in chunks of query rows; the yardstick covers all streams.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +29,7 @@ class Inputs:
     """What a backward call gets.
 
     Attributes:
-        q, out, dout: (B, S, H, D), bf16 or fp16.
+        q, out, dout: (B, S, H, D), bf16 or fp16; out and dout have the head dim of v.
         k, v: (B, S, H_kv, D), likewise; H_kv divides H.
         lse: (B, H, S), fp32, natural log.
         softmax_scale: factor of the logits.
@@ -170,6 +170,12 @@ def _head_gradients(inputs: Inputs, stream: int, query_stream: int, chunk_rows: 
 
 def torch_flash_backward(inputs: Inputs) -> Grads:
     """dq, dk, dv of torch's own flash attention in the input dtype, each (B, S, H, D), contiguous."""
+    head_dim, value_dim = inputs.q.shape[-1], inputs.v.shape[-1]
+    if value_dim < head_dim:
+        # it wants one head dim: zeros behind v change nothing, and dout has nothing to say there
+        v, dout = (torch.nn.functional.pad(t, (0, head_dim - value_dim)) for t in (inputs.v, inputs.dout))
+        dq, dk, dv = torch_flash_backward(replace(inputs, v=v, dout=dout))
+        return dq, dk, dv[..., :value_dim].contiguous()
     if inputs.window_size != (-1, -1):
         return _torch_flash_backward_local(inputs)
     q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))

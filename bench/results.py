@@ -77,7 +77,8 @@ class Record:
     @property
     def cell(self) -> Cell:
         kv_heads = None if self.kv_heads == self.heads else self.kv_heads
-        return Cell(self.head_dim, self.mask, self.seqlen_q, self.batch, self.heads, self.dtype, kv_heads)
+        head_dim_v = None if self.head_dim_v == self.head_dim else self.head_dim_v
+        return Cell(self.head_dim, self.mask, self.seqlen_q, self.batch, self.heads, self.dtype, kv_heads, head_dim_v)
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Untimed:
     verdict: str
     reason: str
     kv_heads: int | None = None
+    head_dim_v: int | None = None
 
     @classmethod
     def of(cls, key: Key, cell: Cell, verdict: str, reason: str) -> "Untimed":
@@ -119,6 +121,7 @@ class Untimed:
             verdict=verdict,
             reason=reason,
             kv_heads=cell.kv_heads,
+            head_dim_v=cell.head_dim_v,
         )
 
     @property
@@ -127,7 +130,8 @@ class Untimed:
 
     @property
     def cell(self) -> Cell:
-        return Cell(self.head_dim, self.mask, self.seqlen_q, self.batch, self.heads, self.dtype, self.kv_heads)
+        extents = self.seqlen_q, self.batch, self.heads
+        return Cell(self.head_dim, self.mask, *extents, self.dtype, self.kv_heads, self.head_dim_v)
 
 
 @dataclass

@@ -180,7 +180,7 @@ def make_record(cell: Cell, key: Key, regime: str, timing: Timing, verdict: Verd
         mode=key.mode,
         schedule=key.schedule,
         head_dim=cell.head_dim,
-        head_dim_v=cell.head_dim,
+        head_dim_v=cell.value_dim,
         mask=cell.mask,
         batch=cell.batch,
         seqlen_q=cell.seqlen,

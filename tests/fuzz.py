@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 
 from cute_dash import attention_backward, emulator, flash_attn_func, interface, validation
+from cute_dash.config import TILE_HEAD_DIMS, UNEQUAL_HEAD_DIMS, describe_head_dims
 from cute_dash.registry import UnsupportedShapeError
 from cute_dash.testing import (
     assert_accurate,
@@ -61,6 +62,11 @@ class Key(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     grouped: bool = False
     varlen: bool = False
+    unequal: bool = False  # head dims of Q, K and of V
+
+    @property
+    def head_dim_v(self) -> int:
+        return UNEQUAL_HEAD_DIMS[1] if self.unequal else self.head_dim
 
 
 def list_keys() -> list[Key]:
@@ -83,6 +89,14 @@ def list_keys() -> list[Key]:
         varlen = [mask for mask in of_mask if takes_varlen(mask == "local")]
         keys += [Key("shortest_first", head_dim, mask, varlen=True) for mask in varlen]
         keys += [Key("longest_first", head_dim, mask, grouped=takes_grouped_queries(), varlen=True) for mask in varlen]
+    others = [(head_dim, False) for head_dim in TILE_HEAD_DIMS if head_dim not in (64, 128)]
+    for head_dim, unequal in (*others, (UNEQUAL_HEAD_DIMS[0], True)):
+        keys += [
+            Key("shift", head_dim, "full", unequal=unequal),
+            Key("hybrid", head_dim, "causal", unequal=unequal),
+            Key("shortest_first", head_dim, "local", torch.float16, unequal=unequal),
+            Key("longest_first", head_dim, "causal", grouped=True, varlen=True, unequal=unequal),
+        ]
     return keys
 
 
@@ -154,7 +168,7 @@ class Case:
         window = f" {self.window_size}" if key.mask == "local" else ""
         lengths = ", ".join(f"{q} x {k}" for q, k in self.lengths or [(self.seqlen_q, self.seqlen_k)])
         return (
-            f"{key.schedule}, head dim {key.head_dim}, {key.mask}{window}, {key.dtype}, batch {self.batch}, "
+            f"{key.schedule}, head dim {describe_head_dims(key.head_dim, key.head_dim_v)}, {key.mask}{window}, {key.dtype}, batch {self.batch}, "
             f"{self.num_heads} heads, {self.num_heads_kv} KV heads, {lengths} tokens, "
             f"scale {self.softmax_scale}, {'own forward, ' if self.own_forward else ''}{layouts}"
         )
@@ -339,7 +353,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
     key = case.key
 
     def draw(name: str, seqlen: int, num_heads: int) -> torch.Tensor:
-        x = torch.randn(case.batch, seqlen, num_heads, key.head_dim, generator=generator, device=device)
+        head_dim = key.head_dim if name in ("q", "k") else key.head_dim_v
+        x = torch.randn(case.batch, seqlen, num_heads, head_dim, generator=generator, device=device)
         return lay_out(x.to(key.dtype), case.layouts[name])
 
     q, dout = (draw(name, case.seqlen_q, case.num_heads) for name in ("q", "dout"))
@@ -501,13 +516,14 @@ def make_varlen_inputs(case: Case, device: str) -> tuple[Inputs, list[tuple[slic
         (slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])) for i in range(len(case.lengths))
     ]
 
-    def draw(num_tokens: int, num_heads: int) -> torch.Tensor:
-        shape = num_tokens + NUM_TAIL_TOKENS, num_heads, case.key.head_dim
+    def draw(num_tokens: int, num_heads: int, head_dim: int) -> torch.Tensor:
+        shape = num_tokens + NUM_TAIL_TOKENS, num_heads, head_dim
         return torch.randn(shape, generator=generator, device=device).to(case.key.dtype)
 
-    q, dout = (draw(starts_q[-1], case.num_heads) for _ in range(2))
-    k, v = (draw(starts_k[-1], case.num_heads_kv) for _ in range(2))
-    out, lse = torch.zeros_like(q), q.new_full((case.num_heads, len(q)), -math.inf, dtype=torch.float32)
+    head_dims = case.key.head_dim, case.key.head_dim_v
+    q, dout = (draw(starts_q[-1], case.num_heads, head_dim) for head_dim in head_dims)
+    k, v = (draw(starts_k[-1], case.num_heads_kv, head_dim) for head_dim in head_dims)
+    out, lse = torch.zeros_like(dout), q.new_full((case.num_heads, len(q)), -math.inf, dtype=torch.float32)
     for queries, keys in ranges:
         if queries.start < queries.stop and keys.start < keys.stop:
             wide = (expand_heads(x[None, keys], case) for x in (k, v))
@@ -577,7 +593,7 @@ def warm_part(keys: list[Key]) -> None:
 # The command
 
 
-def fuzz(seed: int, numbers: range, device: str, say=lambda text: None) -> Tally:
+def fuzz(seed: int, numbers: Iterable[int], device: str, say=lambda text: None) -> Tally:
     """Runs the cases; failures are in the tally."""
     tally, keys = Tally(), list_keys()
     limits = GPU_LIMITS if device == "cuda" else CPU_LIMITS
