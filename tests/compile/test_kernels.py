@@ -1,7 +1,8 @@
 """The machine code of the kernels for sm_90a, compiled and disassembled without a GPU.
 
 Every tuned head dim, mask (full, causal, local) and concrete schedule of the registry that orders the mask, in bf16; fp16, debug and cooperative
-builds of one schedule each; some of the other head dims, which are padded in the tiles. A build takes about 7 seconds and is shared by all tests of its key.
+builds of one schedule each; the tiles of the other head dims over masks and kinds of builds; some of the head dims that are padded in the tiles. A
+build takes a few seconds and is shared by all tests of its key.
 """
 
 import re
@@ -14,7 +15,15 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_dash import registry
 from cute_dash.compile import CompileKey, build
-from cute_dash.config import SMEM_CAPACITY_BYTES, SUPPORTED_HEAD_DIMS, TUNED_HEAD_DIMS, BwdConfig, get_config
+from cute_dash.config import (
+    SMEM_CAPACITY_BYTES,
+    SUPPORTED_HEAD_DIMS,
+    TILE_HEAD_DIMS,
+    TUNED_HEAD_DIMS,
+    UNEQUAL_HEAD_DIMS,
+    BwdConfig,
+    get_config,
+)
 from cute_dash.kernels.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from cute_dash.problem import Window
 from cute_dash.schedule import Selector
@@ -22,11 +31,10 @@ from tests.compile.sass import build_and_disassemble
 
 REGISTERS_PER_SM = 65536
 WARPGROUP_THREADS = 128
-CONFIGS = [
-    get_config(head_dim, *mask)
-    for head_dim in TUNED_HEAD_DIMS
-    for mask in ((False, False), (True, False), (False, True))
-]
+MASKS = ((False, False), (True, False), (False, True))
+CONFIGS = [get_config(head_dim, *mask) for head_dim in TUNED_HEAD_DIMS for mask in MASKS]
+OTHER_HEAD_DIMS = [(d, d) for d in TILE_HEAD_DIMS if d not in TUNED_HEAD_DIMS] + [UNEQUAL_HEAD_DIMS]
+OTHER_CONFIGS = [get_config(qk, *mask, v) for qk, v in OTHER_HEAD_DIMS for mask in MASKS]
 
 
 def concrete_schedules():
@@ -84,6 +92,23 @@ def dlse_keys():
     ]
 
 
+def other_keys():
+    """The tiles of the other head dims: what `auto` takes and the most demanding, in every kind of build."""
+    keys = []
+    for config in OTHER_CONFIGS:
+        first, second = dict(
+            full=("longest_first", "shift"), causal=("hybrid", "symmetric_shift"), local=("shortest_first", "hybrid")
+        )[config.mask]
+        varlen = "unordered" if config.mask == "full" else "hybrid"
+        keys += [
+            CompileKey(config, registry.load(first), "bfloat16"),
+            CompileKey(config, registry.load(second), "bfloat16", grouped=True),
+            CompileKey(config, registry.load(first), "float16", varlen=True),
+            CompileKey(config, registry.load(varlen), "bfloat16", grouped=True, varlen=True),
+        ]
+    return keys
+
+
 def padded_keys():
     """Every head dim that is padded, over masks, schedules and kinds of builds."""
     full, causal, local = (False, False), (True, False), (False, True)
@@ -99,11 +124,16 @@ def padded_keys():
             (72, local, "baseline", "bfloat16", {}),
             (80, full, "shift", "bfloat16", dict(grouped=True)),
             (88, local, "hybrid", "bfloat16", dict(varlen=True)),
-            (96, causal, "symmetric_shift", "bfloat16", {}),
-            (96, full, "unordered", "float16", {}),
+            (88, full, "unordered", "float16", {}),
             (104, full, "baseline", "bfloat16", {}),
             (112, local, "hybrid", "bfloat16", dict(grouped=True)),
             (120, full, "longest_first", "bfloat16", dict(varlen=True)),
+            (136, causal, "hybrid", "bfloat16", {}),
+            (160, local, "shortest_first", "bfloat16", dict(varlen=True)),
+            (184, full, "shift", "float16", {}),
+            (200, causal, "hybrid", "bfloat16", dict(varlen=True, grouped=True)),
+            (224, local, "hybrid", "bfloat16", {}),
+            (248, full, "unordered", "bfloat16", {}),
         )
     ]
 
@@ -113,25 +143,37 @@ def describe(key):
 
 
 PADDED_KEYS = padded_keys()
-RELEASE_KEYS = release_keys() + PADDED_KEYS
-DEBUG_KEYS = [CompileKey(config, registry.load("shortest_first"), "bfloat16", debug=True) for config in CONFIGS[3:]]
+RELEASE_KEYS = release_keys() + other_keys() + PADDED_KEYS
+DEBUG_KEYS = [
+    CompileKey(config, registry.load("shortest_first"), "bfloat16", debug=True)
+    for config in CONFIGS[3:] + OTHER_CONFIGS
+]
 every_release = pytest.mark.parametrize("key", RELEASE_KEYS, ids=describe)
 every_build = pytest.mark.parametrize("key", RELEASE_KEYS + DEBUG_KEYS, ids=describe)
-every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"hd{config.head_dim}-{config.mask}")
+every_config = pytest.mark.parametrize(
+    "config", CONFIGS + OTHER_CONFIGS, ids=lambda config: f"hd{config.head_dims}-{config.mask}"
+)
 
 
 def expected_hgmma_shapes(config: BwdConfig) -> Counter[tuple[int, int, int]]:
     """(M, N, K) of the warpgroup MMAs that one warpgroup issues for one step, K = 16 for 16-bit operands."""
-    num_warpgroups = config.tile_n // 64
-    rows, columns = config.tile_m, config.head_dim_padded
-    if rows >= 64 * num_warpgroups:
-        rows //= num_warpgroups
-    else:
-        columns //= num_warpgroups
+    rows, columns, columns_v = config.tile_m, config.head_dim_padded, config.head_dim_v_padded
+    by_columns = config.tile_n == 64
+    queries, share = (config.tile_m // 2, 2) if by_columns else (config.tile_m, 1)
+    split_rows = rows >= 128
     return (
-        Counter({(64, config.tile_m, 16): 2 * config.head_dim_padded // 16 + num_stats_mmas(config)})  # S^T and dP^T
-        + Counter({(64, config.head_dim_padded, 16): 2 * config.tile_m // 16})  # dV and dK
-        + Counter({(64, columns, 16): rows // 64 * config.tile_n // 16})  # dQ
+        Counter({(64, queries, 16): (columns + columns_v) // 16 + num_stats_mmas(config)})  # S^T and dP^T
+        + Counter({(64, columns_v // share, 16): config.tile_m // 16})  # dV
+        + Counter({(64, columns // share, 16): config.tile_m // 16})  # dK
+        # dQ
+        + Counter(
+            {
+                (64, columns if split_rows else columns // 2, 16): rows
+                // (128 if split_rows else 64)
+                * config.tile_n
+                // 16
+            }
+        )
     )
 
 
@@ -146,7 +188,10 @@ def converts_dQ(key):
 
 
 def test_padded_head_dims_are_all_here():
-    assert {key.config.head_dim for key in PADDED_KEYS} == set(SUPPORTED_HEAD_DIMS) - set(TUNED_HEAD_DIMS)
+    """Those up to 128, and of each of the wider tiles the narrowest, the widest and one between."""
+    head_dims = {key.config.head_dim for key in PADDED_KEYS}
+    assert head_dims >= {d for d in SUPPORTED_HEAD_DIMS if d <= 128} - set(TILE_HEAD_DIMS)
+    assert head_dims > {136, 184, 200, 248} and not head_dims & set(TILE_HEAD_DIMS)
 
 
 @pytest.mark.parametrize("key", PADDED_KEYS, ids=describe)
@@ -175,9 +220,10 @@ def test_a_gradient_of_the_lse_costs_one_load_and_one_subtraction_for_each_row(k
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
-@pytest.mark.parametrize("head_dim", [32, 64, 72, 128])
-def test_tma_tensors_end_at_head_dim_and_boxes_do_not(head_dim, varlen, monkeypatch):
-    """The hardware clips at the tensors' extents; a box is 64 columns wide and brings its bytes whatever it clips."""
+@pytest.mark.parametrize("head_dims", [(d, d) for d in (32, 64, 72, 128, 136, 200)] + [UNEQUAL_HEAD_DIMS], ids=str)
+def test_tma_tensors_end_at_head_dim_and_boxes_do_not(head_dims, varlen, monkeypatch):
+    """The hardware clips at the tensors' extents; a box has its width and brings its bytes whatever it clips."""
+    config = get_config(head_dims[0], True, head_dim_v=head_dims[1])
     found = []
     make_atom = cpasync.make_tiled_tma_atom
 
@@ -187,13 +233,15 @@ def test_tma_tensors_end_at_head_dim_and_boxes_do_not(head_dim, varlen, monkeypa
         return atom, coordinates
 
     monkeypatch.setattr(cpasync, "make_tiled_tma_atom", record)
-    build(CompileKey(get_config(head_dim, True), registry.load("hybrid"), "bfloat16", varlen=varlen))
-    assert len(found) == 7
-    for columns, atom in found:
+    build(CompileKey(config, registry.load("hybrid"), "bfloat16", varlen=varlen))
+    names = ("Q", "K", "V", "dO", "K", "V", "dQ")  # dK and dV lie like K and V
+    for name, (columns, atom) in zip(names, found, strict=True):
+        is_values = name in ("V", "dO")
+        width = (config.head_dim_v_padded if is_values else config.head_dim_padded) // num_boxes(config)[name]
         box = re.search(r'copy_bits = (\d+), tma_gbasis = <"\((\d+),(\d+),1,1', atom)
         copy_bits, box_columns, box_rows = map(int, box.groups())
-        assert columns == head_dim and box_columns == 64
-        assert copy_bits == 64 * box_rows * 16
+        assert columns == head_dims[is_values] and box_columns == width
+        assert copy_bits == width * box_rows * 16
 
 
 @every_build
@@ -212,8 +260,8 @@ def test_nothing_is_spilled(key):
 
 
 def keeps_values_between_steps(key):
-    """Where a work tile is, in a sequence and under a mask, at the head dim whose accumulators leave the least room."""
-    return key.varlen and key.config.mask != "full" and key.config.head_dim_padded == 128
+    """Where a work tile is, in a sequence and under a mask, at the head dims whose accumulators leave the least room."""
+    return key.varlen and key.config.mask != "full" and key.config.head_dim_padded in (128, 256)
 
 
 def assert_little_is_spilled_between_steps(main):
@@ -240,13 +288,28 @@ def test_warpgroup_mmas_are_those_of_the_config(key):
 
 @every_build
 def test_no_multiplication_is_done_twice(key):
-    """Five products of tile_m x tile_n x head_dim_padded per step, and a k-step for each statistic, however each is split."""
+    """Five products of tile_m x tile_n x a head dim per step, and a k-step for each statistic, however each is split."""
     shapes = build_and_disassemble(key)["main"].hgmma_shapes()
     per_warpgroup = sum(m * n * k * count for (m, n, k), count in shapes.items())
     config = key.config
     per_step = config.num_mma_warpgroups * per_warpgroup
     stats = num_stats_mmas(config) * 16 * config.tile_m * config.tile_n
-    assert per_step == 5 * config.tile_m * config.tile_n * config.head_dim_padded + stats
+    columns = 3 * config.head_dim_padded + 2 * config.head_dim_v_padded
+    assert per_step == config.tile_m * config.tile_n * columns + stats
+
+
+@pytest.mark.parametrize("head_dims", [(192, 192), (192, 128)], ids=str)
+def test_K_in_registers(head_dims):
+    """Read once per work tile, and the products are the same: still asynchronous, nothing is spilled."""
+    config = replace(get_config(head_dims[0], True, head_dim_v=head_dims[1]), K_in_regs=True)
+    for options in ({}, dict(grouped=True, varlen=True)):
+        main = build_and_disassemble(CompileKey(config, registry.load("hybrid"), "bfloat16", **options))["main"]
+        assert main.hgmma_shapes() == expected_hgmma_shapes(config)
+        assert main.count("WARPGROUP.ARRIVE") == main.count("WARPGROUP.DEPBAR") == 5
+        assert main.count("LDL") == main.count("STL") == main.frame_bytes == 0
+        first = next(i for i, opcode in enumerate(main.opcodes) if opcode.startswith("HGMMA"))
+        loads = [i for i, opcode in enumerate(main.opcodes) if opcode.startswith("LDSM")]
+        assert len(loads) == config.head_dim_padded // 16 and max(loads) < first
 
 
 @every_build
@@ -255,7 +318,8 @@ def test_every_matrix_product_is_a_warpgroup_mma(key):
         assert kernel.count("HMMA") + kernel.count("IMMA") + kernel.count("DMMA") == 0, role
         assert role == "main" or kernel.count("HGMMA") == 0
     # scale and subtract of the softmax: one per value of this thread's part of S^T, nothing else
-    num_values = 0 if key.config.stats_by_gemm else 64 * key.config.tile_m // WARPGROUP_THREADS
+    config = key.config
+    num_values = 0 if config.stats_by_gemm else config.tile_n * config.tile_m // (2 * WARPGROUP_THREADS)
     assert build_and_disassemble(key)["main"].count("FFMA") == num_values
 
 
@@ -296,23 +360,41 @@ def test_a_window_costs_a_second_mask_and_a_third_claim():
         assert (local.count("ATOMG"), causal.count("ATOMG")) == (3, 2)
 
 
+def num_boxes(config):
+    """Boxes of the tiles: as wide as the swizzle, of which the columns that a wgmma takes must be a multiple."""
+    columns, columns_v = config.head_dim_padded, config.head_dim_v_padded
+    widths = {  # elements
+        64: dict.fromkeys(("Q", "K", "V", "dO", "dQ"), 64),
+        96: dict(Q=32, V=32, dO=32, K=16, dQ=16),  # dQ is shared out in two halves of 48 columns
+        128: dict.fromkeys(("Q", "K", "V", "dO", "dQ"), 64),
+        192: dict(Q=32, K=32, dQ=32, V=32, dO=32),  # 96 columns for each warpgroup
+        256: dict.fromkeys(("Q", "K", "V", "dO", "dQ"), 64),
+    }
+    width, width_v = widths[columns], widths[columns_v]
+    return {name: columns // width[name] for name in ("Q", "K", "dQ")} | {
+        name: columns_v // width_v[name] for name in ("V", "dO")
+    }
+
+
 @every_build
 def test_bulk_transfers(key):
     kernels = build_and_disassemble(key)
     main = kernels["main"]
-    num_boxes = key.config.head_dim_padded * 2 // 128  # swizzled 128 bytes wide
+    boxes = num_boxes(key.config)
     rank = "5D" if key.varlen else "4D"
-    assert main.count(f"UTMALDG.{rank}") == main.count("UTMALDG") == 4 * num_boxes  # Q, K, V, dO
-    # dK and dV, and of a finished dQ tile a piece from each warpgroup
+    assert main.count(f"UTMALDG.{rank}") == main.count("UTMALDG") == sum(boxes[name] for name in ("Q", "K", "V", "dO"))
+    # dK and dV lie like K and V; of a finished dQ tile there is a piece from each warpgroup, rows or columns of it
     num_pieces = key.config.num_mma_warpgroups if converts_dQ(key) else 0
-    assert main.count(f"UTMASTG.{rank}") == main.count("UTMASTG") == 2 * num_boxes + num_pieces
+    boxes_of_piece = boxes["dQ"] if key.config.tile_m == 128 else boxes["dQ"] // 2
+    num_stores = boxes["K"] + boxes["V"] + num_pieces * boxes_of_piece
+    assert main.count(f"UTMASTG.{rank}") == main.count("UTMASTG") == num_stores
     # the row statistics, and the sum so far of each piece, one of which ptxas sometimes lays out twice
     assert main.count("UBLKCP.S.G") in (1 + num_pieces, 2 + num_pieces if num_pieces else 1)
     assert main.count("UBLKRED.G.S.ADD.F32.RN") == main.count("UBLKRED") == key.config.num_mma_warpgroups
     # the first contributor of an ordered schedule stores
     assert main.count("UBLKCP.G.S") == (key.config.num_mma_warpgroups if key.schedule.ordered else 0)
     if not converts_dQ(key):
-        assert kernels["post"].count(f"UTMASTG.{rank}") == num_boxes  # dQ
+        assert kernels["post"].count(f"UTMASTG.{rank}") == boxes["dQ"]
 
 
 @every_release

@@ -530,9 +530,18 @@ def test_compile_of_grouped_heads(compiler, capsys):
 
 
 def test_compile_of_a_head_dim_that_is_padded(compiler, capsys):
-    assert main(["compile", "baseline", "--mask", "full", "--head-dim", "40", "96"]) == 0
-    assert [(key.config.head_dim, key.config.head_dim_padded) for key in compiler] == [(40, 64), (96, 128)]
-    assert "head dim 96, full" in capsys.readouterr().out
+    assert main(["compile", "baseline", "--mask", "full", "--head-dim", "40", "72"]) == 0
+    assert [(key.config.head_dim, key.config.head_dim_padded) for key in compiler] == [(40, 64), (72, 96)]
+    assert "head dim 72, full" in capsys.readouterr().out
+
+
+def test_compile_of_a_smaller_head_dim_of_v(compiler, capsys):
+    argv = ["compile", "baseline", "--mask", "full", "--head-dim"]
+    assert main([*argv, "192", "--head-dim-v", "128"]) == 0
+    assert [key.config.head_dims for key in compiler] == ["192/128"]
+    assert "head dim 192/128, full" in capsys.readouterr().out
+    assert main([*argv, "128", "--head-dim-v", "64"]) == 2
+    assert "head_dim_v=64 is not supported with head_dim=128; allowed: 128, or" in capsys.readouterr().err
 
 
 def test_head_dims_are_64_and_128_by_default(compiler):
@@ -540,12 +549,12 @@ def test_head_dims_are_64_and_128_by_default(compiler):
     assert [key.config.head_dim for key in compiler] == [64, 128]
 
 
-@pytest.mark.parametrize("head_dim", ["36", "136", "24", "all"])
+@pytest.mark.parametrize("head_dim", ["36", "264", "24", "all"])
 def test_head_dims_that_there_are_not_are_refused(head_dim, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["compile", "baseline", "--head-dim", head_dim])
     assert stop.value.code == 2
-    assert f"invalid head dim {head_dim!r}; allowed: multiples of 8 from 32 to 128" in capsys.readouterr().err
+    assert f"invalid head dim {head_dim!r}; allowed: multiples of 8 from 32 to 256" in capsys.readouterr().err
 
 
 def test_check_of_a_head_dim_that_is_padded(capsys):

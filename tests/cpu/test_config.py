@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from cute_dash.config import SMEM_CAPACITY_BYTES, SUPPORTED_HEAD_DIMS, TUNED_HEAD_DIMS, BwdConfig, get_config
+from cute_dash.config import (
+    SMEM_CAPACITY_BYTES,
+    SUPPORTED_HEAD_DIMS,
+    TILE_HEAD_DIMS,
+    UNEQUAL_HEAD_DIMS,
+    BwdConfig,
+    get_config,
+)
 from cute_dash.kernels.workspace import WorkspaceLayout
 
 MASKS = pytest.mark.parametrize("mask", [(False, False), (True, False), (False, True)], ids=["full", "causal", "local"])
@@ -12,23 +19,65 @@ MASKS = pytest.mark.parametrize("mask", [(False, False), (True, False), (False, 
 
 @MASKS
 @pytest.mark.parametrize("head_dim", SUPPORTED_HEAD_DIMS)
-def test_a_head_dim_is_computed_in_the_next_tuned_tiles(head_dim, mask):
+def test_a_head_dim_is_computed_in_the_next_tiles(head_dim, mask):
     config = get_config(head_dim, *mask)
-    tuned = get_config(64 if head_dim <= 64 else 128, *mask)
-    assert config.head_dim == head_dim and config.head_dim_padded == tuned.head_dim
-    assert replace(config, head_dim=tuned.head_dim) == tuned
-    assert config.smem_bytes == tuned.smem_bytes <= SMEM_CAPACITY_BYTES
-    assert WorkspaceLayout(6, 5, config).size == WorkspaceLayout(6, 5, tuned).size
+    tiles = get_config(min(d for d in (64, 96, 128, 192, 256) if d >= head_dim), *mask)
+    assert config.head_dim == config.head_dim_v == head_dim
+    assert config.head_dim_padded == config.head_dim_v_padded == tiles.head_dim
+    assert replace(config, head_dim=tiles.head_dim, head_dim_v=0) == tiles
+    assert config.smem_bytes == tiles.smem_bytes <= SMEM_CAPACITY_BYTES
+    assert WorkspaceLayout(6, 5, config).size == WorkspaceLayout(6, 5, tiles).size
 
 
-def test_tuned_head_dims_are_not_padded():
-    for head_dim in TUNED_HEAD_DIMS:
+@MASKS
+def test_v_may_have_a_smaller_head_dim(mask):
+    config, equal = get_config(192, *mask, 128), get_config(192, *mask)
+    assert (config.head_dim, config.head_dim_v) == UNEQUAL_HEAD_DIMS == (192, 128)
+    assert (config.head_dim_padded, config.head_dim_v_padded) == (192, 128)
+    assert config.head_dims == "192/128" and equal.head_dims == "192" and config != equal
+    assert replace(config, head_dim_v=0) == equal == get_config(192, *mask, 192)
+    # 64 columns less of V, and of each stage of dO
+    assert equal.smem_bytes - config.smem_bytes == 64 * 2 * (config.tile_n + config.num_stages * config.tile_m)
+    assert WorkspaceLayout(6, 5, config).size == WorkspaceLayout(6, 5, equal).size
+
+
+@pytest.mark.parametrize("pair", [(192, 64), (128, 192), (256, 128), (136, 128)], ids=str)
+def test_other_pairs_of_head_dims_are_refused(pair):
+    head_dim, head_dim_v = pair
+    message = (
+        f"head_dim_v={head_dim_v} is not supported with head_dim={head_dim}; allowed: {head_dim}, or head_dim=192 with "
+        "head_dim_v=128"
+    )
+    with pytest.raises(ValueError, match=message):
+        get_config(head_dim, False, head_dim_v=head_dim_v)
+
+
+def test_tiles_are_not_padded():
+    for head_dim in TILE_HEAD_DIMS:
         assert get_config(head_dim, False).head_dim_padded == head_dim
 
 
-@pytest.mark.parametrize("head_dim", [0, 8, 24, 36, 63, 65, 100, 136, 256])
+@pytest.mark.parametrize("head_dim", TILE_HEAD_DIMS)
+def test_accumulators_leave_registers_for_the_rest(head_dim):
+    """dK, dV and the largest of what lives beside them, in registers per thread, below what there are."""
+    config = get_config(head_dim, False)
+    threads = 128 * config.num_mma_warpgroups
+    dKV = 2 * config.tile_n * head_dim // threads
+    scores = 2 * config.tile_m * config.tile_n // threads
+    dQ = config.tile_m * head_dim // threads
+    assert dKV + max(scores, dQ) < config.num_mma_regs - 24
+
+
+def test_other_tile_widths_are_refused():
+    with pytest.raises(ValueError, match="tile_n=192 must be 128 or 64"):
+        BwdConfig(64, False, 64, 192)
+    with pytest.raises(ValueError, match="tile_n=128 must be 64 where head_dim_v differs"):
+        BwdConfig(192, False, 64, 128, num_stages=1, head_dim_v=128)
+
+
+@pytest.mark.parametrize("head_dim", [0, 8, 24, 36, 63, 65, 100, 260, 264, 512])
 def test_other_head_dims_are_refused(head_dim):
-    message = f"head_dim={head_dim} is not supported; allowed: multiples of 8 from 32 to 128"
+    message = f"head_dim={head_dim} is not supported; allowed: multiples of 8 from 32 to 256"
     with pytest.raises(ValueError, match=message):
         get_config(head_dim, False)
     with pytest.raises(ValueError, match=message):

@@ -195,6 +195,15 @@ def test_all_to_all_has_the_bits_of_one_device(gloo, layout, causal, world_size)
         assert_bitwise_equal(a, b, name)
 
 
+def test_all_to_all_takes_a_smaller_head_dim_of_v(gloo):
+    x = random_inputs(1, 272, 272, num_heads=4, head_dim=192, head_dim_v=128)
+    x = (x.q, x.k, x.v, x.dout)
+    one = train(*x, lambda q, k, v: flash_attn_func(q, k, v, causal=True, schedule=INVARIANT))
+    options = dict(method="all_to_all", causal=True, schedule=INVARIANT)
+    for name, a, b in zip(NAMES, gloo.run(run_parallel, 2, x, 0, options)[0], one, strict=True):
+        assert_bitwise_equal(a, b, name)
+
+
 @pytest.mark.usefixtures("windows")
 def test_all_to_all_takes_a_window(gloo):
     x, options = inputs(), dict(causal=True, window_size=(40, 0), schedule=INVARIANT)
@@ -369,6 +378,11 @@ BAD_CALLS = {
         lambda mesh, x: call(mesh, x, **{name: getattr(x, name)[..., :36] for name in "qkv"}),
         ValueError,
         "head_dim 36",
+    ),
+    "head dim of v in a ring": (
+        lambda mesh, x: call(mesh, x, q=x.q.repeat(1, 1, 1, 3), k=x.k.repeat(1, 1, 1, 3), v=x.v.repeat(1, 1, 1, 2)),
+        ValueError,
+        "v has shape .*; allowed with method='ring': that of k",
     ),
     "causal": (lambda mesh, x: call(mesh, x, causal=1), TypeError, "causal=1"),
     "scale": (lambda mesh, x: call(mesh, x, softmax_scale=0.0), ValueError, "softmax_scale=0.0"),

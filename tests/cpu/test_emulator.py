@@ -410,7 +410,7 @@ def test_the_ring_runs_with_two_resident_ctas():
 
 
 @pytest.mark.parametrize("name", ["auto", "hybrid", "unordered"])
-@pytest.mark.parametrize("head_dim", [32, 40, 72, 96, 120])
+@pytest.mark.parametrize("head_dim", [32, 40, 72, 96, 120, 192, 248])
 @MASKS
 def test_any_head_dim_equals_fp64(causal, head_dim, name):
     x = random_inputs(1, 203, 300, num_heads=4, num_heads_kv=2, head_dim=head_dim, dtype=torch.float32)
@@ -420,7 +420,7 @@ def test_any_head_dim_equals_fp64(causal, head_dim, name):
         assert relative_error(grad, ref) < FP32_TOLERANCE
 
 
-@pytest.mark.parametrize(("head_dim", "padded"), [(32, 64), (56, 64), (72, 128), (112, 128)])
+@pytest.mark.parametrize(("head_dim", "padded"), [(32, 64), (56, 64), (72, 96), (112, 128), (144, 192), (200, 256)])
 @MASKS
 def test_a_head_dim_has_the_order_of_its_tiles(causal, head_dim, padded):
     """As many zeros behind q, k and v as the tiles hold change nothing but the fp32 rounding of S and dP."""
@@ -429,3 +429,16 @@ def test_a_head_dim_has_the_order_of_its_tiles(causal, head_dim, padded):
     for grad, wide_grad in zip(run(x, causal, "auto"), run(wide, causal, "auto"), strict=True):
         assert relative_error(grad, wide_grad[..., :head_dim]) < FP32_TOLERANCE
         assert (wide_grad[..., head_dim:] == 0).all()
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (100, 20)], ids=str)
+@MASKS
+def test_a_smaller_head_dim_of_v(causal, window_size):
+    """V's own columns, and the same bits in every interleaving."""
+    x = random_inputs(1, 203, 300, num_heads=4, num_heads_kv=2, head_dim=192, head_dim_v=128, dtype=torch.float32)
+    grads = run(x, causal, "auto", window_size=window_size)
+    assert [grad.shape[-1] for grad in grads] == [192, 192, 128]
+    for grad, ref in zip(grads, attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, causal, window_size), strict=True):
+        assert relative_error(grad, ref) < FP32_TOLERANCE
+    for seed in SEEDS:
+        assert_same_bits(run(x, causal, "auto", window_size=window_size, interleaving=seed), grads)

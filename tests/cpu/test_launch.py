@@ -62,7 +62,10 @@ def test_outputs_are_plain_tensors_where_torch_fills_none(monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", [(1, 1), (3, 5), (512, 7)], ids=str)
-@pytest.mark.parametrize(("head_dim", "causal", "bytes_per_query"), [(64, True, 8), (128, True, 16), (128, False, 16)])
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "bytes_per_query"),
+    [(64, True, 8), (128, True, 16), (128, False, 16), (96, True, 16), (192, True, 8), (256, False, 8)],
+)
 def test_workspace_parts_are_aligned_and_do_not_overlap(tiles, head_dim, causal, bytes_per_query):
     num_streams, num_m_blocks = tiles
     config = get_config(head_dim, causal)
@@ -210,6 +213,16 @@ def test_another_shape_or_configuration_is_another_plan(launches):
     assert len(set(sizes)) == 3 and sizes[1] == sizes[3]
 
 
+def test_a_smaller_head_dim_of_v_is_another_kernel_with_outputs_of_its_own(launches):
+    schedule = registry.load("shortest_first")
+    for head_dim_v in (128, 192):
+        x = random_inputs(1, 256, 256, 1, 192, head_dim_v=head_dim_v, dtype=torch.bfloat16)
+        grads = launch.backward(x.dout, x.q, x.k, x.v, x.dout, torch.zeros(1, 1, 256), 0.5, True, schedule)
+        key, _ = launches.pop()
+        assert (key.config.head_dim, key.config.head_dim_v) == (192, head_dim_v)
+        assert [grad.shape[-1] for grad in grads] == [192, 192, head_dim_v]
+
+
 def test_a_window_travels_as_two_arguments_of_one_local_kernel(launches):
     schedule, x = registry.load("shortest_first"), random_inputs(1, 512, 400, 1, 64, dtype=torch.bfloat16)
     tensors = (x.dout, x.q, x.k, x.v, x.q, torch.zeros(1, 1, 512))
@@ -242,7 +255,7 @@ def test_the_workspace_of_a_large_batch(launches):
     config = get_config(72, False)
     num_tiles = 1600 * 16 * -(-729 // config.tile_m)
     assert arguments[9].numel() == WorkspaceLayout(1600 * 16, num_tiles // (1600 * 16), config).size
-    assert arguments[9].numel() > num_tiles * config.tile_m * config.head_dim_padded > 2**31
+    assert arguments[9].nbytes > 4 * num_tiles * config.tile_m * config.head_dim_padded > 2**32
 
 
 def test_the_workspace_of_many_packed_tokens(launches):
@@ -311,6 +324,10 @@ def test_the_forwards_own_limits(batch):
 def test_cudnn_gets_no_tensor_that_it_may_not_be_able_to_count(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert forward._cudnn_applies(large(2, 2**20, 8, 64), large(2, 2**20, 8, 64), True)
-    assert not forward._cudnn_applies(large(2, 2**20, 16, 64), large(2, 2**20, 8, 64), True)
-    assert not forward._cudnn_applies(large(2, 2**19, 8, 64), large(2, 2**21, 16, 64), False)
+
+    def applies(q, k, causal):
+        return forward._cudnn_applies(q, k, k, causal)
+
+    assert applies(large(2, 2**20, 8, 64), large(2, 2**20, 8, 64), True)
+    assert not applies(large(2, 2**20, 16, 64), large(2, 2**20, 8, 64), True)
+    assert not applies(large(2, 2**19, 8, 64), large(2, 2**21, 16, 64), False)

@@ -33,15 +33,18 @@ WINDOWS = pytest.mark.parametrize("window", [(-1, -1), (20, 5)], ids=["", "windo
 LENGTHS = pytest.mark.parametrize("lengths", [(130, 130), (40, 150), (150, 40)], ids=str)
 
 
-def inputs(seqlen_q=130, seqlen_k=130, *, dtype=torch.float32, head_dim=64):
-    return random_inputs(2, seqlen_q, seqlen_k, num_heads=2, head_dim=head_dim, dtype=dtype)
+def inputs(seqlen_q=130, seqlen_k=130, *, dtype=torch.float32, head_dim=64, head_dim_v=None):
+    return random_inputs(2, seqlen_q, seqlen_k, 2, head_dim, head_dim_v=head_dim_v, dtype=dtype)
 
 
-@pytest.mark.parametrize("head_dim", [32, 80, 120])
-def test_any_head_dim_has_the_gradients_and_the_scale_of_its_own(head_dim):
-    x = random_inputs(2, 130, 150, num_heads=4, num_heads_kv=2, head_dim=head_dim, dtype=torch.float32)
+@pytest.mark.parametrize("head_dims", [(d, d) for d in (32, 80, 96, 120, 136, 192, 256)] + [(192, 128)], ids=str)
+def test_any_head_dim_has_the_gradients_and_the_scale_of_its_own(head_dims):
+    """The scale is that of Q and K."""
+    head_dim, head_dim_v = head_dims
+    x = random_inputs(2, 130, 150, 4, head_dim, num_heads_kv=2, head_dim_v=head_dim_v, dtype=torch.float32)
     leaves = [t.clone().requires_grad_() for t in x[:3]]
     out = cute_dash.flash_attn_func(*leaves, causal=True)
+    assert out.shape == (2, 130, 4, head_dim_v)
     out.backward(x.dout)
     scale = head_dim**-0.5
     assert relative_error(out, attention_forward_ref(*x[:3], scale, True)[0]) < FP32_TOLERANCE
@@ -281,6 +284,15 @@ def test_opcheck_backward(causal, window):
     torch.library.opcheck(torch.ops.cute_dash.attention_backward.default, arguments)
 
 
+def test_opcheck_of_a_smaller_head_dim_of_v():
+    x = inputs(40, 150, dtype=torch.bfloat16, head_dim=192, head_dim_v=128)
+    options = (None, True, -1, -1, "baseline")
+    torch.library.opcheck(torch.ops.cute_dash.attention_forward.default, (*leaves(x), *options))
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, causal=True, return_lse=True)
+    arguments = (x.dout, x.q, x.k, x.v, out, lse, *options)
+    torch.library.opcheck(torch.ops.cute_dash.attention_backward.default, arguments)
+
+
 @pytest.mark.parametrize("schedule", ["auto", LongestFirst(heads_per_group=3)], ids=["name", "object"])
 def test_torch_compile_keeps_the_bits_without_a_graph_break(schedule):
     x = inputs(dtype=torch.bfloat16)
@@ -298,8 +310,9 @@ def test_torch_compile_keeps_the_bits_without_a_graph_break(schedule):
         assert_bitwise_equal(a.grad, b.grad, "grad")
 
 
-def test_fake_tensors_have_the_real_shapes_dtypes_and_strides():
-    x = inputs(40, 150, dtype=torch.float16)
+@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128)], ids=str)
+def test_fake_tensors_have_the_real_shapes_dtypes_and_strides(head_dims):
+    x = inputs(40, 150, dtype=torch.float16, head_dim=head_dims[0], head_dim_v=head_dims[1])
     real = cute_dash.flash_attn_func(x.q, x.k, x.v, return_lse=True)
     real += cute_dash.attention_backward(x.dout, x.q, x.k, x.v, *real)
     with FakeTensorMode() as mode:
@@ -466,9 +479,32 @@ def test_torchs_switches_do_not_change_the_library(monkeypatch, switch):
         torch.use_deterministic_algorithms(True)
     try:
         with sdpa_kernel(SDPBackend.MATH) if switch == "sdpa_kernel" else contextlib.nullcontext():
-            assert forward._cudnn_applies(q, q, False)
+            assert forward._cudnn_applies(q, q, q, False)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "version", "expected"),
+    [
+        ((128, 128), 90100, "cudnn"),
+        ((136, 136), 91500, "flash"),
+        ((256, 256), 91500, "flash"),
+        ((192, 192), 91500, "flash"),
+        ((192, 128), 91100, "cudnn"),
+        ((192, 128), 91002, "flash"),
+    ],
+    ids=str,
+)
+def test_library_forward_by_head_dim(monkeypatch, head_dims, version, expected):
+    have_cudnn(monkeypatch)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    called = []
+    for name in ("cudnn", "flash"):
+        monkeypatch.setattr(forward, f"_{name}_forward", lambda q, k, v, *_, name=name: (called.append(name) or v, v))
+    q, v = (torch.zeros(1, 256, 2, head_dim) for head_dim in head_dims)
+    forward.forward(q, q, v, 0.1, False)
+    assert called == [expected]
 
 
 def flash_sees(seqlen_q, seqlen_k, causal, window_left, window_right):
@@ -552,11 +588,12 @@ def test_library_forward_repairs_queries_without_keys(monkeypatch, junk):
 @pytest.mark.parametrize("seqlen_q", [40, 1])
 @pytest.mark.parametrize("num_heads_kv", [4, 2])
 @pytest.mark.parametrize("run", [forward._cudnn_forward, forward._flash_forward], ids=["cudnn", "flash"])
-def test_library_calls_fit_torchs_schemas_and_the_ops_layout(run, num_heads_kv, seqlen_q, causal):
+@pytest.mark.parametrize("head_dims", [(64, 64), (256, 256), (192, 128)], ids=str)
+def test_library_calls_fit_torchs_schemas_and_the_ops_layout(run, head_dims, num_heads_kv, seqlen_q, causal):
     with FakeTensorMode():
-        q = torch.empty(2, seqlen_q, 4, 64, dtype=torch.bfloat16, device="cuda")
-        kv = torch.empty(2, 150, num_heads_kv, 64, dtype=torch.bfloat16, device="cuda")
-        out, lse = run(q, kv, kv, 0.1, causal)
-        assert run is forward._cudnn_forward or run(q, kv, kv, 0.1, False, (10, -1))[0].shape == out.shape
-    assert out.shape == (2, seqlen_q, 4, 64) and out.dtype == torch.bfloat16 and out.is_contiguous()
+        q = torch.empty(2, seqlen_q, 4, head_dims[0], dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.empty(2, 150, num_heads_kv, d, dtype=torch.bfloat16, device="cuda") for d in head_dims)
+        out, lse = run(q, k, v, 0.1, causal)
+        assert run is forward._cudnn_forward or run(q, k, v, 0.1, False, (10, -1))[0].shape == out.shape
+    assert out.shape == (2, seqlen_q, 4, head_dims[1]) and out.dtype == torch.bfloat16 and out.is_contiguous()
     assert lse.shape == (2, 4, seqlen_q) and lse.dtype == torch.float32 and lse.is_contiguous()

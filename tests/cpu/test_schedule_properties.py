@@ -89,10 +89,10 @@ def test_keeps_the_rules_for_any_shape(schedule, mask):
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"), [(1, 1), (1, 128), (127, 129), (239, 1), (799, 3), (113, 203), (1023, 1024), (256, 64)]
 )
-@pytest.mark.parametrize("tile_m", [64, 80, 128])
-def test_keeps_the_rules_for_the_kernel_tiles(schedule, seqlen_q, seqlen_k, tile_m):
+@pytest.mark.parametrize("tile", [(64, 128), (80, 128), (128, 128), (64, 64)], ids=str)
+def test_keeps_the_rules_for_the_kernel_tiles(schedule, seqlen_q, seqlen_k, tile):
     causal = schedule.name != "shift"
-    check(schedule, ProblemShape(2, 3, seqlen_q, seqlen_k, tile_m, 128, causal))
+    check(schedule, ProblemShape(2, 3, seqlen_q, seqlen_k, *tile, causal))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
@@ -100,11 +100,11 @@ def test_keeps_the_rules_for_the_kernel_tiles(schedule, seqlen_q, seqlen_k, tile
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"), [(1, 800), (799, 3), (1023, 1024), (300, 1300), (1300, 300), (1024, 1024)]
 )
-@pytest.mark.parametrize("tile_m", [64, 128])
-def test_keeps_the_rules_for_windows_in_the_kernel_tiles(schedule, seqlen_q, seqlen_k, window_size, tile_m):
+@pytest.mark.parametrize("tile", [(64, 128), (128, 128), (64, 64)], ids=str)
+def test_keeps_the_rules_for_windows_in_the_kernel_tiles(schedule, seqlen_q, seqlen_k, window_size, tile):
     """Among them KV tiles that no query sees (300 x 1300) and Q tiles that see no key (1300 x 300)."""
     causal, window = normalize_mask(False, window_size, seqlen_q, seqlen_k)
-    shape = ProblemShape(2, 3, seqlen_q, seqlen_k, tile_m, 128, causal, window)
+    shape = ProblemShape(2, 3, seqlen_q, seqlen_k, *tile, causal, window)
     if "shift" in schedule.name:
         assert window is None or not schedule.can_implement(shape)
     else:

@@ -64,9 +64,25 @@ def test_logits_and_gradients_are_those_of_eager_attention(family):
     assert_as_eager(family, input_ids=make_tokens())
 
 
-@pytest.mark.parametrize("head_dim", [40, 96])
+@pytest.mark.parametrize("head_dim", [40, 96, 256])
 def test_any_head_dim(head_dim):
     assert_as_eager("llama", dict(head_dim=head_dim), input_ids=make_tokens())
+
+
+# multi-head latent attention: V has a smaller head dim than Q and K
+MLA = dict(
+    first_k_dense_replace=2,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
+
+
+def test_multi_head_latent_attention():
+    assert_as_eager("deepseek_v3", MLA, input_ids=make_tokens())
+    assert_as_eager("deepseek_v3", MLA, input_ids=make_tokens(), attention_mask=make_padding("right"))
 
 
 @pytest.mark.usefixtures("grouped_queries")

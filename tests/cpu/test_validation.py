@@ -60,20 +60,29 @@ BAD_QKV = {
     "head dim 36": (
         dict(q=zeros(2, 5, 3, 36), k=zeros(2, 7, 3, 36), v=zeros(2, 7, 3, 36)),
         ValueError,
-        "q has head_dim 36; allowed: multiples of 8 from 32 to 128",
+        "q has head_dim 36; allowed: multiples of 8 from 32 to 256",
     ),
     "head dim 24": (
         dict(q=zeros(2, 5, 3, 24), k=zeros(2, 7, 3, 24), v=zeros(2, 7, 3, 24)),
         ValueError,
         "q has head_dim 24; allowed: multiples",
     ),
-    "head dim 136": (
-        dict(q=zeros(2, 5, 3, 136), k=zeros(2, 7, 3, 136), v=zeros(2, 7, 3, 136)),
+    "head dim 264": (
+        dict(q=zeros(2, 5, 3, 264), k=zeros(2, 7, 3, 264), v=zeros(2, 7, 3, 264)),
         ValueError,
-        "q has head_dim 136; allowed: multiples",
+        "q has head_dim 264; allowed: multiples",
     ),
     "head dims differ": (dict(k=zeros(2, 7, 3, 128)), ValueError, r"k has shape .* allowed: \(2, 7, 3, 64\)"),
-    "v head dim": (dict(v=zeros(2, 7, 3, 128)), ValueError, r"v has shape .* allowed: \(2, 7, 3, 64\)"),
+    "v head dim": (
+        dict(v=zeros(2, 7, 3, 128)),
+        ValueError,
+        "v has head_dim 128 and q has 64; allowed: equal ones, or 128 with 192",
+    ),
+    "v head dim larger": (
+        dict(q=zeros(2, 5, 3, 128), k=zeros(2, 7, 3, 128), v=zeros(2, 7, 3, 192)),
+        ValueError,
+        "v has head_dim 192 and q has 128; allowed: equal ones, or 128 with 192",
+    ),
     "batches differ": (
         dict(k=zeros(1, 7, 3, 64)),
         ValueError,
@@ -96,6 +105,17 @@ BAD_BACKWARD = {
     "dout shape": (dict(dout=zeros(2, 5, 3, 128)), ValueError, r"dout has shape .* allowed: \(2, 5, 3, 64\)"),
     "dout dtype": (dict(dout=zeros(2, 5, 3, 64, dtype=torch.float32)), TypeError, "dout has dtype torch.float32"),
     "out shape": (dict(out=zeros(2, 7, 3, 64)), ValueError, r"out has shape \(2, 7, 3, 64\); allowed: \(2, 5, 3, 64\)"),
+    "out head dim": (
+        dict(
+            q=zeros(2, 5, 3, 192),
+            k=zeros(2, 7, 3, 192),
+            v=zeros(2, 7, 3, 128),
+            dout=zeros(2, 5, 3, 128),
+            out=zeros(2, 5, 3, 192),
+        ),
+        ValueError,
+        r"out has shape \(2, 5, 3, 192\); allowed: \(2, 5, 3, 128\)",
+    ),
     "lse dtype": (dict(lse=zeros(2, 3, 5)), TypeError, "lse has dtype torch.bfloat16; allowed: torch.float32"),
     "lse order": (dict(lse=torch.zeros(2, 5, 3)), ValueError, r"lse has shape \(2, 5, 3\); allowed: \(2, 3, 5\)"),
     "dlse dtype": (dict(dlse=zeros(2, 3, 5)), TypeError, "dlse has dtype torch.bfloat16; allowed: torch.float32"),

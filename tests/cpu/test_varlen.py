@@ -98,7 +98,7 @@ def backward(packed, causal, schedule="auto", **options):
 
 
 @MASKS
-@pytest.mark.parametrize(("num_heads_kv", "head_dim"), [(4, 64), (2, 64), (1, 64), (2, 40), (2, 96)])
+@pytest.mark.parametrize(("num_heads_kv", "head_dim"), [(4, 64), (2, 64), (1, 64), (2, 40), (2, 96), (2, 256)])
 def test_every_sequence_has_the_gradients_of_attention(num_heads_kv, head_dim, causal):
     x = pack(num_heads=4, num_heads_kv=num_heads_kv, head_dim=head_dim)
     q, k, v = (t.clone().requires_grad_() for t in x.qkv)

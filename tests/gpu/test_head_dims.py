@@ -1,11 +1,13 @@
-"""Head dims that are padded in the tiles: gradients against fp64, bits over runs, and what lies beside a head in memory."""
+"""Head dims other than 64 and 128, in tiles of their own or padded: gradients against fp64, bits over runs, and what lies beside a head in memory."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cute_dash import attention_backward, flash_attn_func, flash_attn_varlen_func, launch, registry
+from cute_dash.config import UNEQUAL_HEAD_DIMS, describe_head_dims, get_config
 from cute_dash.testing import (
     AttentionInputs,
     assert_accurate,
@@ -16,6 +18,7 @@ from cute_dash.testing import (
     random_inputs,
     relative_error,
 )
+from tests.gpu.orders import promised_order
 from tests.gpu.ratios import ERROR_RATIOS
 
 BUDGET = 2.0  # times the comparator's error
@@ -23,7 +26,12 @@ LSE_TOLERANCE = 1e-3
 NUM_RUNS = 10
 NAMES = ("dq", "dk", "dv")
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-HEAD_DIMS = pytest.mark.parametrize("head_dim", [32, 40, 72, 80, 96, 112, 120], ids=lambda head_dim: f"hd{head_dim}")
+# of Q and K, and of V
+HEAD_DIMS = pytest.mark.parametrize(
+    "head_dims",
+    [(d, d) for d in (32, 40, 72, 80, 96, 112, 120, 136, 192, 200, 256)] + [UNEQUAL_HEAD_DIMS],
+    ids=lambda head_dims: f"hd{describe_head_dims(*head_dims)}",
+)
 
 
 def assert_problem_accurate(problem, schedule):
@@ -48,11 +56,12 @@ def assert_same_bits(grads, expected):
 @MASKS
 @HEAD_DIMS
 @pytest.mark.parametrize("lengths", [(1, 1), (300, 300), (1024, 1023), (256, 64)], ids=str)
-def test_forward_equals_fp64(lengths, head_dim, causal):
-    x = random_inputs(2, *lengths, 3, head_dim, device="cuda")
+def test_forward_equals_fp64(lengths, head_dims, causal):
+    head_dim, head_dim_v = head_dims
+    x = random_inputs(2, *lengths, 3, head_dim, head_dim_v=head_dim_v, device="cuda")
     out, lse = flash_attn_func(x.q, x.k, x.v, causal=causal, return_lse=True)
     ref_out, ref_lse = attention_forward_ref(x.q, x.k, x.v, head_dim**-0.5, causal)
-    assert out.shape == x.q.shape and out.is_contiguous() and torch.isfinite(out).all()
+    assert out.shape == x.dout.shape and out.is_contiguous() and torch.isfinite(out).all()
     assert relative_error(out, ref_out) < torch.finfo(out.dtype).eps
     blind = ref_lse == -math.inf
     assert torch.equal(lse == -math.inf, blind)
@@ -63,16 +72,16 @@ def test_forward_equals_fp64(lengths, head_dim, causal):
 @MASKS
 @HEAD_DIMS
 @pytest.mark.parametrize("lengths", [(1, 1), (300, 300), (1023, 1024), (256, 64)], ids=str)
-def test_gradients(lengths, head_dim, causal, name, make_problem, poison):
+def test_gradients(lengths, head_dims, causal, name, make_problem, poison):
     """Neighbouring heads lie less than a tile's columns apart: zeros beyond a head's own must not reach the next one."""
-    problem = make_problem(2, *lengths, 4, head_dim, causal)
+    problem = make_problem(2, *lengths, 4, head_dims[0], causal, head_dim_v=head_dims[1])
     schedule = problem.resolve(name)
     poison()
     assert_problem_accurate(problem, schedule)
 
 
 @MASKS
-@pytest.mark.parametrize("head_dim", [48, 56, 88, 104])
+@pytest.mark.parametrize("head_dim", [48, 56, 88, 104, 144, 184, 216, 248])
 def test_gradients_of_the_other_head_dims(head_dim, causal, make_problem, poison):
     problem = make_problem(2, 500, 500, 3, head_dim, causal)
     poison()
@@ -80,26 +89,26 @@ def test_gradients_of_the_other_head_dims(head_dim, causal, make_problem, poison
 
 
 @MASKS
-@pytest.mark.parametrize("head_dim", [40, 96])
-def test_gradients_in_fp16(head_dim, causal, make_problem, poison):
-    problem = make_problem(2, 500, 500, 3, head_dim, causal, dtype=torch.float16)
+@pytest.mark.parametrize("head_dims", [(40, 40), (96, 96), (256, 256), UNEQUAL_HEAD_DIMS], ids=str)
+def test_gradients_in_fp16(head_dims, causal, make_problem, poison):
+    problem = make_problem(2, 500, 500, 3, head_dims[0], causal, dtype=torch.float16, head_dim_v=head_dims[1])
     poison()
     assert_problem_accurate(problem, "hybrid")
 
 
 @HEAD_DIMS
 @pytest.mark.parametrize("lengths", [(700, 700), (300, 1300), (1300, 300)], ids=str)
-def test_gradients_of_a_window(lengths, head_dim, make_problem, poison):
+def test_gradients_of_a_window(lengths, head_dims, make_problem, poison):
     """With keys that no query sees and queries that see no key: both are written as zeros by code of its own."""
-    problem = make_problem(2, *lengths, 3, head_dim, False, (100, 30))
+    problem = make_problem(2, *lengths, 3, head_dims[0], False, (100, 30), head_dim_v=head_dims[1])
     poison()
     assert_problem_accurate(problem, "auto")
 
 
 @MASKS
 @HEAD_DIMS
-def test_gradients_of_grouped_heads(head_dim, causal, make_problem, poison):
-    problem = make_problem(2, 700, 1000, 8, head_dim, causal, num_heads_kv=2)
+def test_gradients_of_grouped_heads(head_dims, causal, make_problem, poison):
+    problem = make_problem(2, 700, 1000, 8, head_dims[0], causal, num_heads_kv=2, head_dim_v=head_dims[1])
     poison()
     assert_problem_accurate(problem, "auto")
 
@@ -111,10 +120,12 @@ LENGTHS = [(512, 512), (1, 300), (0, 140), (129, 1), (140, 0), (700, 333), (64, 
 @MASKS
 @HEAD_DIMS
 @pytest.mark.parametrize("name", ["auto", "unordered"])
-def test_gradients_of_sequences_of_different_lengths(name, head_dim, causal, poison):
+def test_gradients_of_sequences_of_different_lengths(name, head_dims, causal, poison):
     """With NaN behind the last sequence; what belongs to no pair of queries and keys is 0."""
     starts = [[0, *torch.tensor(side).cumsum(0).tolist()] for side in zip(*LENGTHS, strict=True)]
-    x = random_inputs(1, starts[0][-1] + 50, starts[1][-1] + 90, 4, head_dim, num_heads_kv=2, device="cuda")
+    head_dim, head_dim_v = head_dims
+    options = dict(num_heads_kv=2, head_dim_v=head_dim_v, device="cuda")
+    x = random_inputs(1, starts[0][-1] + 50, starts[1][-1] + 90, 4, head_dim, **options)
     x = AttentionInputs(*(t[0] for t in x))
     for t, end in zip(x, (starts[0][-1], starts[1][-1], starts[1][-1], starts[0][-1]), strict=True):
         t[end:] = math.nan
@@ -140,8 +151,8 @@ def test_gradients_of_sequences_of_different_lengths(name, head_dim, causal, poi
 
 @MASKS
 @HEAD_DIMS
-def test_bits_are_equal_over_runs(head_dim, causal, make_problem, noise, poison):
-    problem = make_problem(4, 600, 600, 8, head_dim, causal)
+def test_bits_are_equal_over_runs(head_dims, causal, make_problem, noise, poison):
+    problem = make_problem(4, 600, 600, 8, head_dims[0], causal, head_dim_v=head_dims[1])
     schedule = problem.resolve("auto")
     expected = problem.backward(schedule)
     for run in range(NUM_RUNS):
@@ -152,7 +163,8 @@ def test_bits_are_equal_over_runs(head_dim, causal, make_problem, noise, poison)
 
 def test_bits_are_equal_when_head_dims_take_turns(make_problem):
     """Kernels with the same tiles and different head dims are different builds; so are their launch plans."""
-    problems = [make_problem(2, 500, 500, 4, head_dim, True) for head_dim in (64, 40, 128, 96, 56, 72)]
+    pairs = [(64, 64), (40, 40), (128, 128), (192, 128), (96, 96), (192, 192), (256, 256), (72, 72)]
+    problems = [make_problem(2, 500, 500, 4, qk, True, head_dim_v=v) for qk, v in pairs]
     expected = [problem.backward("hybrid") for problem in problems]
     for _ in range(3):
         for problem, wanted in zip(problems, expected, strict=True):
@@ -160,11 +172,11 @@ def test_bits_are_equal_when_head_dims_take_turns(make_problem):
 
 
 @MASKS
-@HEAD_DIMS
+@pytest.mark.parametrize("head_dim", [32, 40, 72, 80, 112, 120, 136, 200])
 def test_zeros_behind_a_head_change_nothing_but_the_rounding_of_sums(head_dim, causal, make_problem):
     """The same tiles and the same additions as with the tensors padded: what a tile holds beyond head_dim is zero."""
     problem = make_problem(2, 500, 500, 4, head_dim, causal)
-    padded = 64 if head_dim <= 64 else 128
+    padded = get_config(head_dim, causal).head_dim_padded
     tensors = [torch.nn.functional.pad(t, (0, padded - head_dim)) for t in problem.arguments()[:5]]
     expected = attention_backward(*tensors, problem.lse, problem.softmax_scale, causal, schedule="hybrid")
     assert all((grad[..., head_dim:] == 0).all() for grad in expected)
@@ -173,12 +185,13 @@ def test_zeros_behind_a_head_change_nothing_but_the_rounding_of_sums(head_dim, c
 
 @MASKS
 @HEAD_DIMS
-def test_slices_of_wider_tensors(head_dim, causal, make_problem, poison):
+def test_slices_of_wider_tensors(head_dims, causal, make_problem, poison):
     """Between NaN on both sides of each head: nothing beside a head may be read. The launch takes the strides as they are."""
-    problem = make_problem(2, 300, 300, 4, head_dim, causal)
+    problem = make_problem(2, 300, 300, 4, head_dims[0], causal, head_dim_v=head_dims[1])
     expected = problem.backward("hybrid")
 
     def widen(x):
+        head_dim = x.shape[-1]
         wide = x.new_full((*x.shape[:-1], head_dim + 144), math.nan)
         wide[..., 8 : 8 + head_dim] = x
         return wide[..., 8 : 8 + head_dim]
@@ -190,7 +203,7 @@ def test_slices_of_wider_tensors(head_dim, causal, make_problem, poison):
     assert_same_bits(grads, expected)
 
 
-@HEAD_DIMS
+@pytest.mark.parametrize("head_dim", [32, 72, 96, 136, 192, 256])
 def test_gradients_of_a_fused_projection(head_dim):
     """q, k and v as neighbours in one tensor, as models have them."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -201,3 +214,31 @@ def test_gradients_of_a_fused_projection(head_dim):
     x = AttentionInputs(q.detach(), k.detach(), v.detach(), dout)
     grads = [grad.contiguous() for grad in qkv.grad.unbind(dim=2)]
     assert_gradients_accurate(x, grads, head_dim**-0.5, True)
+
+
+@MASKS
+@pytest.mark.parametrize("head_dims", [(96, 96), (192, 192), (256, 256), UNEQUAL_HEAD_DIMS], ids=str)
+@pytest.mark.parametrize("name", ["hybrid", "shortest_first", "longest_first"])
+def test_additions_happen_in_the_promised_order(name, head_dims, causal, make_problem, noise):
+    """The debug build records them; its gradients have the bits of the build without."""
+    problem = make_problem(1, 1000, 1100, 4, head_dims[0], causal, num_heads_kv=2, head_dim_v=head_dims[1])
+    schedule = problem.resolve(name)
+    promised = promised_order(schedule, problem.shape())
+    expected = problem.backward(schedule)
+    for _ in range(3):
+        noise(4)
+        grads, recorded = launch.record_order(*problem.arguments(), schedule)
+        assert torch.equal(recorded[0].cpu(), promised)
+        assert_same_bits(grads, expected)
+
+
+@MASKS
+@pytest.mark.parametrize("head_dims", [(192, 192), UNEQUAL_HEAD_DIMS], ids=str)
+def test_K_in_registers(head_dims, causal, make_problem, poison):
+    """An option of the configuration; the products are the same."""
+    problem = make_problem(2, 700, 900, 4, head_dims[0], causal, num_heads_kv=2, head_dim_v=head_dims[1])
+    config = replace(get_config(head_dims[0], causal, head_dim_v=head_dims[1]), K_in_regs=True)
+    schedule = problem.resolve("auto")
+    poison()
+    grads = launch.backward(*problem.arguments(), schedule, config)
+    assert_gradients_accurate(problem.inputs, grads, problem.softmax_scale, causal)

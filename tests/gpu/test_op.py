@@ -33,9 +33,9 @@ def zeros(*shape, dtype=torch.bfloat16, device="cuda"):
         (lambda: dict(k=zeros(1, 256, 2, 64, device="cpu")), ValueError, "k is on cpu; allowed: the device of q"),
         (lambda: dict(k=zeros(1, 256, 3, 64), v=zeros(1, 256, 3, 64)), ValueError, "allowed: a divisor of 2"),
         (
-            lambda: {name: zeros(1, 256, 2, 136) for name in "qkv"},
+            lambda: {name: zeros(1, 256, 2, 264) for name in "qkv"},
             ValueError,
-            "head_dim 136; allowed: multiples of 8 from 32 to 128",
+            "head_dim 264; allowed: multiples of 8 from 32 to 256",
         ),
         (lambda: dict(schedule="shfit"), ValueError, "did you mean 'shift'"),
         (lambda: dict(schedule="shift", causal=True), ValueError, "schedule='shift' cannot implement"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_dash import registry
-from cute_dash.config import TUNED_HEAD_DIMS, get_config
+from cute_dash.config import get_config
 from cute_dash.problem import Window
 from cute_dash.schedule import Selector
 from tests.gpu.turnstile_kernel import TurnstileFold, compile_fold, fold_on_host
@@ -21,7 +21,7 @@ GRIDS = (1, 5, 132, 528)
 NUM_RUNS = 10
 CONFIGS = [
     get_config(head_dim, *mask)
-    for head_dim in TUNED_HEAD_DIMS
+    for head_dim in (64, 128, 256)  # the tiles that there are
     for mask in ((False, False), (True, False), (False, True))
 ]
 # of a local configuration, for each of EXTENTS: among them KV tiles without steps and dQ tiles without turns
