@@ -206,9 +206,9 @@ def _get_config(head_dim: int, causal: bool, local: bool) -> BwdConfig:
         return BwdConfig(
             head_dim, causal, 128, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True, local=local
         )
+    # without a mask the schedules' arithmetic, the producers' work, is short enough
+    num_mma_regs, num_producer_regs = (232, 40) if causal or local else (240, 24)
     if head_dim <= 128:
-        # without a mask the schedules' arithmetic, the producers' work, is short enough
-        num_mma_regs, num_producer_regs = (232, 40) if causal or local else (240, 24)
         return BwdConfig(
             head_dim,
             causal,
@@ -220,16 +220,14 @@ def _get_config(head_dim: int, causal: bool, local: bool) -> BwdConfig:
             fuse_dQ=True,
             local=local,
         )
-    # with two stages 256 columns do not fit
-    num_stages = 2 if head_dim <= 192 else 1
     return BwdConfig(
         head_dim,
         causal,
         64,
         tile_n=64,
-        num_stages=num_stages,
-        num_mma_regs=232,
-        num_producer_regs=40,
+        num_stages=2 if head_dim <= 192 else 1,  # two of 256 columns do not fit
+        num_mma_regs=num_mma_regs,
+        num_producer_regs=num_producer_regs,
         fuse_dQ=True,
         local=local,
     )
