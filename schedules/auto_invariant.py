@@ -7,13 +7,13 @@ Sliding windows (mask "local") run as there.
 The table (first row that fits; KV tiles of one stream):
 
     mask    Q tile  KV tiles  schedule
-    causal  any     <= 8      ShortestFirst(heads_per_group=0)
-    causal  64      <= 16     SymmetricShift(heads_per_group=0, window=64)
-    causal  128     <= 64     SymmetricShift(heads_per_group=0, window=64)
-    causal  any     any       LongestFirst(heads_per_group=16)
+    causal  64      <= 8      ShortestFirst(heads_per_group=0)
+    causal  64      <= 32     SymmetricShift(heads_per_group=0, window=64)
+    causal  64      any       LongestFirst(heads_per_group=16)
+    causal  any     any       ShortestFirst(heads_per_group=0)
     full    128     <= 16     Shift(heads_per_group=0, window=64)
-    full    128     any       ShortestFirst(heads_per_group=0)
-    full    any     any       LongestFirst(heads_per_group=8)
+    full    64      <= 32     LongestFirst(heads_per_group=8)
+    full    any     any       ShortestFirst(heads_per_group=0)
     local   any     any       ShortestFirst(heads_per_group=0)
 """
 
@@ -32,16 +32,16 @@ class AutoInvariant(SelectingSchedule):
     """Selects among the batch-invariant schedules."""
 
     name: ClassVar[str] = "auto_invariant"
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     batch_invariant: ClassVar[bool] = True
     table: ClassVar[tuple[SelectorRow, ...]] = (
-        SelectorRow("causal", 8, ShortestFirst()),
-        SelectorRow("causal", 16, SymmetricShift(), tile_m=64),
-        SelectorRow("causal", 64, SymmetricShift(), tile_m=128),
-        SelectorRow("causal", None, LongestFirst(heads_per_group=16)),
+        SelectorRow("causal", 8, ShortestFirst(), tile_m=64),
+        SelectorRow("causal", 32, SymmetricShift(), tile_m=64),
+        SelectorRow("causal", None, LongestFirst(heads_per_group=16), tile_m=64),
+        SelectorRow("causal", None, ShortestFirst()),
         SelectorRow("full", 16, Shift(), tile_m=128),
-        SelectorRow("full", None, ShortestFirst(), tile_m=128),
-        SelectorRow("full", None, LongestFirst(heads_per_group=8)),
+        SelectorRow("full", 32, LongestFirst(heads_per_group=8), tile_m=64),
+        SelectorRow("full", None, ShortestFirst()),
         SelectorRow("local", None, ShortestFirst()),
     )
 

@@ -202,10 +202,10 @@ def test_an_object_that_breaks_equality_is_refused():
 
 def test_resolve_selects_a_concrete_schedule():
     assert registry.resolve("auto", CAUSAL).name == "hybrid"
-    assert registry.resolve("auto", replace(CAUSAL, tile_m=128)).name == "shortest_first"
-    long = replace(CAUSAL, seqlen_q=16384, seqlen_k=16384)
-    assert registry.resolve("auto", long).name == "longest_first"
-    assert registry.resolve("auto", replace(long, tile_m=128)).name == "hybrid"
+    full = replace(CAUSAL, causal=False)
+    assert registry.resolve("auto", full).name == "longest_first"
+    assert registry.resolve("auto", replace(full, tile_m=128)).name == "shift"
+    assert registry.resolve("auto", replace(full, seqlen_q=16384, seqlen_k=16384)).name == "shortest_first"
     assert registry.resolve("auto_invariant", CAUSAL).name == "shortest_first"
 
 
