@@ -157,5 +157,5 @@ def test_what_has_no_row_is_named(small, monkeypatch):
     assert result.left_out == ("shift on the causal mask: it orders the full mask only",)
     assert result.broken[0] == "schedules/bad.py: oops"
     assert len(result.broken) == 3 and all("ZeroDivisionError" in line for line in result.broken[1:])
-    assert "auto on the causal mask: shortest_first (model)" in result.selected[1]  # 4 KV tiles
+    assert "auto on the causal mask: hybrid (model)" in result.selected[1]
     assert not result.passed
