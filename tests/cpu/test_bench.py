@@ -704,7 +704,7 @@ def test_a_selected_variant_does_not_take_the_name_of_the_registered_schedule():
     (candidate,), _ = find_candidates(standard_cell(128, "full", 4096), ["auto"], [])
     assert candidate.key.schedule == "longest_first@auto"  # all heads in one group
     (candidate,), _ = find_candidates(standard_cell(64, "causal", 2048), ["auto"], [])
-    assert candidate.key.schedule == "symmetric_shift"
+    assert candidate.key.schedule == "hybrid"
 
 
 def test_a_schedule_that_the_device_cannot_hold_is_not_applicable():
