@@ -39,6 +39,8 @@ class BwdConfig:
         local: whether a sliding window is compiled in, instead of the causal or the full mask. Its sides are not: they
             are arguments of the kernel.
         head_dim_v: elements per head of V and dO; if 0 is given, head_dim.
+        num_dKV_stages: shared-memory stages through which dK and dV leave, while the next work tile's K and V are on
+            their way; 0: through sK and sV, which then are free later.
         K_in_regs: K, as operand of S^T, is read from shared memory once per work tile and kept in registers, not read in
             every step.
     """
@@ -54,6 +56,7 @@ class BwdConfig:
     fuse_dQ: bool = False
     local: bool = False
     head_dim_v: int = 0
+    num_dKV_stages: int = 0
     K_in_regs: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +80,8 @@ class BwdConfig:
             )
         if self.num_stages < 1:
             raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+        if self.num_dKV_stages not in (0, 1, 2):
+            raise ValueError(f"num_dKV_stages={self.num_dKV_stages} must be 0, 1 or 2: one for both, or one for each")
         num_regs = self.num_mma_warpgroups * self.num_mma_regs + self.num_producer_regs
         if num_regs > REGISTERS_PER_LANE:
             raise ValueError(
@@ -168,6 +173,11 @@ class BwdConfig:
         return 2 * 8 * STATS_COLUMNS if self.stats_by_gemm else 0
 
     @property
+    def dKV_stage_size(self) -> int:
+        """16-bit elements of a stage that holds dK or dV of a work tile."""
+        return self.tile_n * max(self.head_dim_padded, self.head_dim_v_padded)
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes: Q, dO and dS stages, K, V, the fp32 dQ staging tile and the row statistics."""
         element, fp32 = 2, 4
@@ -176,9 +186,10 @@ class BwdConfig:
         kv = self.tile_n * columns * element
         ds = NUM_DS_STAGES * self.tile_m * self.tile_n * element * (2 if self.split_columns else 1)  # with P
         dq = q_elements * fp32
+        dkv = self.num_dKV_stages * self.dKV_stage_size * element
         barriers = 256
         head = barriers + self.ones_size * element + self.num_stages * self.stats_size * fp32
-        return q_do + kv + ds + dq + (head + 1023) // 1024 * 1024
+        return q_do + kv + ds + dq + dkv + (head + 1023) // 1024 * 1024
 
 
 def describe_head_dims(head_dim: int, head_dim_v: int) -> str:

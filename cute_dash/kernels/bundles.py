@@ -68,8 +68,10 @@ class TmaAtoms(NamedTuple):
 
 class Smem(NamedTuple):
     sQ: cute.Tensor  # (tile_m, head_dim_padded, num_stages)
-    sK: cute.Tensor  # (tile_n, head_dim_padded); holds dK at the end of a work tile
-    sV: cute.Tensor  # (tile_n, head_dim_v_padded); holds dV at the end of a work tile
+    sK: cute.Tensor  # (tile_n, head_dim_padded)
+    sV: cute.Tensor  # (tile_n, head_dim_v_padded)
+    sdK: cute.Tensor  # (tile_n, head_dim_padded), what dK leaves through: sK or a stage of its own, or one with sdV
+    sdV: cute.Tensor  # (tile_n, head_dim_v_padded), likewise
     sdO: cute.Tensor  # (tile_m, head_dim_v_padded, num_stages)
     sdS: cute.Tensor  # (tile_m, tile_n, num_stages)
     sP: cute.Tensor | None  # (tile_m, tile_n, num_stages), where the warpgroups share dV out by columns

@@ -26,7 +26,8 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
 
     ring_Q   LOAD -> MMA     full: Q and LSE, dPsum     empty: each MMA warp after (5)
     ring_dO  LOAD -> MMA     full: dO bytes             empty: each MMA warp after (3)
-    ring_KV  LOAD -> MMA     full: K and V bytes        empty: one MMA warp, when dK and dV have left sK and sV
+    ring_KV  LOAD -> MMA     full: K and V bytes        empty: each MMA warp after the last step; if dK and dV leave
+                                                         through sK and sV, one MMA warp when they have
     ring_work STORE_DQ -> all  full: a work index       empty: each reading warp
     sums[parity]                a store warp's own: the sum so far has arrived
     dQFree[parity]              store warp -> the other one, of this parity: the staging buffer has been read
@@ -211,6 +212,7 @@ class FlashAttentionBackwardSm90:
             sdS: tile(element, config.tile_m * config.tile_n * NUM_DS_STAGES)
             sP: tile(element, config.tile_m * config.tile_n * NUM_DS_STAGES if config.split_columns else 0)
             sdQ: tile(Float32, config.tile_m * config.head_dim_padded)
+            sdKV: tile(element, config.dKV_stage_size * config.num_dKV_stages)
 
         return SharedStorage
 
@@ -236,7 +238,7 @@ class FlashAttentionBackwardSm90:
             with cute.arch.elect_one():
                 rings.Q.init(1, self.num_mma_warps)
                 rings.dO.init(1, self.num_mma_warps)
-                rings.KV.init(1, 1)
+                rings.KV.init(1, self.num_mma_warps if config.num_dKV_stages else 1)
                 rings.work.init(1, self.num_mma_warps + NUM_WORKING_PRODUCER_WARPS)
                 for parity in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(rings.sums + parity, 1)
@@ -262,7 +264,14 @@ class FlashAttentionBackwardSm90:
         config = self.config
         stages = config.num_stages
         layouts = wgmma.make_operand_layouts(self.dtype, config, staged=True)
-        sP, sOnes = None, None
+        sK = storage.sK.get_tensor(layouts.K.outer, swizzle=layouts.K.inner)
+        sV = storage.sV.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
+        sdK, sdV, sP, sOnes = sK, sV, None, None
+        if config.num_dKV_stages:
+            sdV = storage.sdKV.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
+            sdK = storage.sdKV.get_tensor(layouts.K.outer, swizzle=layouts.K.inner)
+            if config.num_dKV_stages == 2:
+                sdK = cute.make_tensor(sdK.iterator + config.dKV_stage_size, sdK.layout)
         if config.split_columns:
             sP = storage.sP.get_tensor(layouts.dS.outer, swizzle=layouts.dS.inner)
         if config.stats_by_gemm:
@@ -274,8 +283,10 @@ class FlashAttentionBackwardSm90:
         layout_dQ_outer = cute.append(layout_dQ.outer, cute.make_layout(num_warpgroups, stride=2 * rows * columns))
         return Smem(
             sQ=storage.sQ.get_tensor(layouts.Q.outer, swizzle=layouts.Q.inner),
-            sK=storage.sK.get_tensor(layouts.K.outer, swizzle=layouts.K.inner),
-            sV=storage.sV.get_tensor(layouts.V.outer, swizzle=layouts.V.inner),
+            sK=sK,
+            sV=sV,
+            sdK=sdK,
+            sdV=sdV,
             sdO=storage.sdO.get_tensor(layouts.dO.outer, swizzle=layouts.dO.inner),
             sdS=storage.sdS.get_tensor(layouts.dS.outer, swizzle=layouts.dS.inner),
             sP=sP,
@@ -677,6 +688,8 @@ class FlashAttentionBackwardSm90:
             self.epilogue_dKV(own_gmem, atoms, smem, rings.KV, context, acc_dK, acc_dV, tile, work_it)
             work_it += 1
             work_idx = self.next_work(smem, rings.work, work_it)
+        if const_expr(self.config.num_dKV_stages):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def make_mma_context(self, smem: Smem, softmax_scale: Float32) -> MmaContext:
         config = self.config
@@ -890,23 +903,55 @@ class FlashAttentionBackwardSm90:
         tile: WorkTile,
         work_it: Int32,
     ):
-        """Writes dK and dV of the work tile through sK and sV; rows beyond seqlen_k are clipped by the TMA."""
+        """Writes dK and dV of the work tile; rows beyond seqlen_k are clipped by the TMA."""
         tiles = wgmma.get_tiles(self.config)
         gdK = cute.local_tile(gmem.mdK[None, None, tile.head_idx, tile.batch_idx], tiles.K, (tile.n_block, 0))
         gdV = cute.local_tile(gmem.mdV[None, None, tile.head_idx, tile.batch_idx], tiles.V, (tile.n_block, 0))
-        store_dK, tRS_sdK = wgmma.make_store_C(context.gemm_dK.tiled_mma, smem.sK, context.tidx, transpose=False)
-        store_dV, tRS_sdV = wgmma.make_store_C(context.gemm_dV.tiled_mma, smem.sV, context.tidx, transpose=False)
-        # every warpgroup has read sK and sV for the last time
-        cute.arch.barrier(barrier_id=NamedBarrierBwd.Epilogue.value, number_of_threads=self.num_mma_threads)
-        wgmma.store_C(store_dV, wgmma.to_operand_A(acc_dV, self.dtype), tRS_sdV)
-        wgmma.store_C(store_dK, wgmma.to_operand_A(acc_dK, self.dtype), tRS_sdK)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=NamedBarrierBwd.Epilogue.value, number_of_threads=self.num_mma_threads)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WarpRole.MMA:
-            tdVsdV, tdVgdV = partition_tma(atoms.dV, smem.sV, gdV)
-            tdKsdK, tdKgdK = partition_tma(atoms.dK, smem.sK, gdK)
-            cute.copy(atoms.dV, tdVsdV, tdVgdV)
-            cute.copy(atoms.dK, tdKsdK, tdKgdK)
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        num_stages = self.config.num_dKV_stages
+        if const_expr(num_stages == 0):
+            # every warpgroup has read sK and sV for the last time
+            self.sync_epilogue()
+            self.write_gradient(context.gemm_dV, acc_dV, smem.sdV, context.tidx)
+            self.write_gradient(context.gemm_dK, acc_dK, smem.sdK, context.tidx)
+            self.sync_epilogue()
+            if self.is_first_mma_warp():
+                self.store_gradient(atoms.dV, smem.sdV, gdV)
+                self.store_gradient(atoms.dK, smem.sdK, gdK)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                ring_KV.arrive_empty(work_it)
+        else:
             ring_KV.arrive_empty(work_it)
+            self.send_gradient(context.gemm_dV, acc_dV, smem.sdV, atoms.dV, gdV, context.tidx)
+            self.send_gradient(context.gemm_dK, acc_dK, smem.sdK, atoms.dK, gdK, context.tidx)
+
+    @cute.jit
+    def send_gradient(
+        self, gemm: Gemm, acc: cute.Tensor, sdX: cute.Tensor, atom: cute.CopyAtom, gdX: cute.Tensor, tidx: Int32
+    ):
+        """Sends dK or dV off through a stage, once what left through it before has."""
+        if self.is_first_mma_warp():
+            cute.arch.cp_async_bulk_wait_group(self.config.num_dKV_stages - 1, read=True)
+        self.sync_epilogue()
+        self.write_gradient(gemm, acc, sdX, tidx)
+        self.sync_epilogue()
+        if self.is_first_mma_warp():
+            self.store_gradient(atom, sdX, gdX)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def write_gradient(self, gemm: Gemm, acc: cute.Tensor, sdX: cute.Tensor, tidx: Int32):
+        """Rounds this thread's part of dK or dV into shared memory."""
+        tiled_copy, tRS_sdX = wgmma.make_store_C(gemm.tiled_mma, sdX, tidx, transpose=False)
+        wgmma.store_C(tiled_copy, wgmma.to_operand_A(acc, self.dtype), tRS_sdX)
+        cute.arch.fence_view_async_shared()
+
+    def store_gradient(self, atom: cute.CopyAtom, sdX: cute.Tensor, gdX: cute.Tensor):
+        """Starts the copy of dK or dV to global memory. Called by a whole warp."""
+        tdXsdX, tdXgdX = partition_tma(atom, sdX, gdX)
+        cute.copy(atom, tdXsdX, tdXgdX)
+
+    def sync_epilogue(self):
+        cute.arch.barrier(barrier_id=NamedBarrierBwd.Epilogue.value, number_of_threads=self.num_mma_threads)
+
+    def is_first_mma_warp(self) -> Boolean:
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WarpRole.MMA

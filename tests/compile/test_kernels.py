@@ -312,6 +312,25 @@ def test_K_in_registers(head_dims):
         assert len(loads) == config.head_dim_padded // 16 and max(loads) < first
 
 
+@pytest.mark.parametrize("head_dim, num_stages", [(64, 1), (64, 2), (96, 2), (128, 1)])
+def test_stages_for_dKV(head_dim, num_stages):
+    """Nothing is spilled, the products stay asynchronous, and as much is stored as through sK and sV."""
+    shipped = get_config(head_dim, True)
+    config = replace(shipped, num_dKV_stages=num_stages)
+    main, expected = (
+        build_and_disassemble(CompileKey(c, registry.load("hybrid"), "bfloat16"))["main"] for c in (config, shipped)
+    )
+    assert main.hgmma_shapes() == expected.hgmma_shapes()
+    assert main.count("WARPGROUP.ARRIVE") == main.count("WARPGROUP.DEPBAR") == 5
+    assert main.count("LDL") == main.count("STL") == main.frame_bytes == 0
+    for opcode in ("UTMASTG", "UTMALDG", "STSM"):
+        assert main.count(opcode) == expected.count(opcode)
+    storage = FlashAttentionBackwardSm90(config, cutlass.BFloat16, registry.load("hybrid")).shared_storage()
+    assert storage.size_in_bytes() <= config.smem_bytes <= SMEM_CAPACITY_BYTES
+    # the loads need not wait for what leaves: one more pair of barriers for the warpgroups
+    assert main.count("BAR.SYNC") == expected.count("BAR.SYNC") + 2
+
+
 @every_build
 def test_every_matrix_product_is_a_warpgroup_mma(key):
     for role, kernel in build_and_disassemble(key).items():

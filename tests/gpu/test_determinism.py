@@ -4,11 +4,13 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from cute_dash import flash_attn_func, registry
+from cute_dash import flash_attn_func, launch, registry
+from cute_dash.config import get_config
 from cute_dash.testing import assert_bitwise_equal, random_inputs
 
 NUM_RUNS = 100
@@ -279,6 +281,23 @@ def test_another_process_gets_the_same_bits(make_problem, pytestconfig):
     )
     assert other.returncode == 0, other.stderr
     assert other.stdout.split()[-1] == digest
+
+
+@pytest.mark.parametrize("change", [dict(fuse_dQ=False), dict(num_dKV_stages=1), dict(num_dKV_stages=2)], ids=str)
+@pytest.mark.parametrize("name", ["hybrid", "shortest_first"])
+@MASKS
+@pytest.mark.parametrize("head_dim", [64, 96, 128], ids=lambda head_dim: f"hd{head_dim}")
+def test_where_results_are_finished_changes_no_bit(head_dim, causal, name, change, make_problem, poison):
+    """By whom dQ is scaled and rounded, and through which shared memory dK and dV leave."""
+    if head_dim == 128 and change.get("num_dKV_stages") == 2:
+        pytest.skip("two stages do not fit")
+    problem = make_problem(4, 1000, 1100, 8, head_dim, causal, num_heads_kv=4)
+    schedule = problem.resolve(name)
+    expected = problem.backward(schedule)
+    config = replace(get_config(head_dim, causal), **change)
+    for _ in range(10):
+        poison()
+        assert_same_bits(launch.backward(*problem.arguments(), schedule, config), expected)
 
 
 def test_strides_do_not_change_the_bits(make_problem):
