@@ -41,6 +41,8 @@ class BwdConfig:
         head_dim_v: elements per head of V and dO; if 0 is given, head_dim.
         num_dKV_stages: shared-memory stages through which dK and dV leave, while the next work tile's K and V are on
             their way; 0: through sK and sV, which then are free later.
+        claim_early: a CTA claims its next work tile when it comes to the last step of the current one, so that the first Q can
+            load during that step; not where several CTAs must be resident, whose tiles wait for later-claimed ones.
         K_in_regs: K, as operand of S^T, is read from shared memory once per work tile and kept in registers, not read in
             every step.
     """
@@ -57,6 +59,7 @@ class BwdConfig:
     local: bool = False
     head_dim_v: int = 0
     num_dKV_stages: int = 0
+    claim_early: bool = False
     K_in_regs: bool = False
 
     def __post_init__(self) -> None:

@@ -32,10 +32,9 @@ class AttentionBackward:
     ):
         self.config = config
         self.grouped = grouped
-        self.cooperative = cooperative
         self.debug = debug
         self.pre = FlashAttentionBackwardPreprocess(config, clear_dQaccum=not schedule.ordered)
-        self.main = FlashAttentionBackwardSm90(config, dtype, schedule, debug)
+        self.main = FlashAttentionBackwardSm90(config, dtype, schedule, debug, cooperative)
         self.post = FlashAttentionBackwardPostprocess(config, dtype)
 
     @cute.jit
@@ -104,7 +103,7 @@ class AttentionBackward:
         pre_gmem = PreGmem(mO, mdO, mLSE, mdLSE, mStats, mdQaccum, mSemaphore, mCounter, mdQ_main, *mdKV)
         self.pre(pre_gmem, extents, softmax_scale, stream)
         gmem = Gmem(mQ, mK, mV, mdO, mdK, mdV, mdQ_main, mStats, mdQaccum, mSemaphore, mCounter, mRecord, mStuck)
-        self.main(gmem, extents, softmax_scale, num_ctas, self.cooperative, stream)
+        self.main(gmem, extents, softmax_scale, num_ctas, stream)
         if const_expr(not fuse_dQ):
             self.post(PostGmem(mdQ, mdQaccum), extents, softmax_scale, stream)
 

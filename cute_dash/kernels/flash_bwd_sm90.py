@@ -129,8 +129,10 @@ class MmaContext(NamedTuple):
 class FlashAttentionBackwardSm90:
     """The main backward kernel for one configuration, dtype and schedule."""
 
-    def __init__(self, config: BwdConfig, dtype, schedule: Schedule, debug: bool = False):
+    def __init__(self, config: BwdConfig, dtype, schedule: Schedule, debug: bool = False, cooperative: bool = False):
         self.config = config
+        self.cooperative = cooperative
+        self.claim_early = config.claim_early and not cooperative
         self.dtype = dtype
         self.schedule = schedule
         self.debug = debug
@@ -150,7 +152,6 @@ class FlashAttentionBackwardSm90:
         extents: Extents,
         softmax_scale: Float32,
         num_ctas: Int32,
-        cooperative: cutlass.Constexpr,
         stream,
     ):
         """Launches the kernel. `gmem` holds plain tensors; num_ctas must all be able to be resident."""
@@ -181,8 +182,8 @@ class FlashAttentionBackwardSm90:
             block=(self.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=not cooperative,
-            cooperative=cooperative,
+            use_pdl=not self.cooperative,
+            cooperative=self.cooperative,
         )
 
     def shared_storage(self):
@@ -448,6 +449,10 @@ class FlashAttentionBackwardSm90:
                 for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
                     q_tile = self.get_q_tile(step, member, tile, shape)
                     turn = self.get_turn(q_tile, tile, shape)
+                    is_last_step = (step == num_steps - 1) & (member == shape.group_size - 1)
+                    if const_expr(self.claim_early):
+                        if is_last_step:
+                            self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
                     if const_expr(self.fuse_dQ):
                         # before the buffer is there, because the sum so far must then be loaded into it
                         if turn.is_last:
@@ -455,8 +460,9 @@ class FlashAttentionBackwardSm90:
                     self.take_dQ_buffer(parity)
                     num_sums = self.hand_dQ_buffer(own_gmem, smem, rings, parity, q_tile, turn, num_sums)
                     self.send_dQ(own_gmem, atoms, own_extents, smem, parity, q_tile, tile, turn)
-                    if (step == num_steps - 1) & (member == shape.group_size - 1):
-                        self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
+                    if const_expr(not self.claim_early):
+                        if is_last_step:
+                            self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
                     self.finish_dQ(own_gmem, own_extents, parity, q_tile, tile.n_block, turn)
                 it += num_steps
             if const_expr(self.config.local):
@@ -475,7 +481,9 @@ class FlashAttentionBackwardSm90:
         which needed the staging buffer, which the step before gave back after its turn; or the tile has no step, and was
         itself claimed under this condition. A tile claimed any earlier queues behind turns of the current one. That is
         slow (claimed with the last loads, tiles waited for whole streams: 17x slower in a serial order), and where tiles
-        of a window wait for each other it can deadlock.
+        of a window wait for each other it can deadlock. `claim_early` does it all the same, a step earlier, where every
+        tile waits for earlier-claimed ones only: the tile of the least number that is not finished is then one that some
+        CTA works on, and nothing that it waits for is held up by a claim.
         """
         work_idx = semaphore.claim_next(gmem.mCounter.iterator)
         if const_expr(extents.varlen):

@@ -331,6 +331,19 @@ def test_stages_for_dKV(head_dim, num_stages):
     assert main.count("BAR.SYNC") == expected.count("BAR.SYNC") + 2
 
 
+def test_an_early_claim():
+    """The same instructions in another order; none of it where tiles of a window wait for each other."""
+    config = get_config(128, True)
+    for name, cooperative in (("hybrid", False), ("symmetric_shift", True)):
+        early, late = (
+            build_and_disassemble(CompileKey(c, registry.load(name), "bfloat16", cooperative=cooperative))["main"]
+            for c in (replace(config, claim_early=True), config)
+        )
+        assert (early.opcodes == late.opcodes) is cooperative
+        assert early.count("ATOMG") == late.count("ATOMG") == 2
+        assert early.count("LDL") == early.count("STL") == early.frame_bytes == 0
+
+
 @every_build
 def test_every_matrix_product_is_a_warpgroup_mma(key):
     for role, kernel in build_and_disassemble(key).items():

@@ -31,6 +31,7 @@ class Cta:
 
     def __init__(self):
         self.steps = (deque(), deque())  # of each warp: (it, dQ tile, lock value, last of its work tile)
+        self.has_looked = [False, False]  # at its next step
         self.holds_turn = [False, False]
         self.num_steps = 0
         self.num_added = 0
@@ -50,7 +51,7 @@ class Cta:
 
 
 class Kernel:
-    """All CTAs of a launch. `claim_after` is the event of a tile's last step that claims the next: "turn" or "add"."""
+    """All CTAs of a launch. `claim_after` is the event of a tile's last step that claims the next: "look", "turn" or "add"."""
 
     def __init__(self, schedule, shape, num_ctas, claim_after):
         self.schedule, self.shape, self.claim_after = schedule, shape, claim_after
@@ -72,7 +73,9 @@ class Kernel:
                 if not cta.steps[warp]:
                     continue
                 it, target, lock_value, _ = cta.steps[warp][0]
-                if not cta.holds_turn[warp]:
+                if not cta.has_looked[warp]:
+                    yield cta, "look", warp
+                elif not cta.holds_turn[warp]:
                     if self.semaphores[target] == lock_value:
                         yield cta, "turn", warp
                 elif cta.num_added == it:  # the steps before have left the staging buffer
@@ -84,11 +87,13 @@ class Kernel:
             self.num_claimed += 1
             return
         _, target, _, last = cta.steps[warp][0]
-        if event == "turn":
+        if event == "look":
+            cta.has_looked[warp] = True
+        elif event == "turn":
             cta.holds_turn[warp] = True
         else:  # adding and passing the turn on need no other CTA, so they are one event
             cta.num_added += 1
-            cta.holds_turn[warp] = False
+            cta.has_looked[warp] = cta.holds_turn[warp] = False
             self.semaphores[target] += 1
             cta.steps[warp].popleft()
         if last and event == self.claim_after:
@@ -104,8 +109,8 @@ class Kernel:
 class PackedKernel(Kernel):
     """Sequences of different lengths: each has its own orders and turnstiles, and some claims between them are void."""
 
-    def __init__(self, schedule, shapes, num_ctas, rng):
-        super().__init__(schedule, shapes[0], num_ctas, "add")
+    def __init__(self, schedule, shapes, num_ctas, claim_after, rng):
+        super().__init__(schedule, shapes[0], num_ctas, claim_after)
         self.work = []
         for sequence, shape in enumerate(shapes):
             self.work += [(shape, work_idx, sequence) for work_idx in range(shape.num_work_tiles)]
@@ -138,9 +143,12 @@ def test_no_timing_deadlocks_the_kernels_claims(name, mask, group_size):
         if not schedule.can_implement(shape):
             continue
         residents = schedule.min_resident_ctas(shape)
-        for num_ctas in {residents, residents + 1, residents + 3, 20}:
-            for _ in range(5):
-                assert Kernel(schedule, shape, num_ctas, "add").run(rng), f"{shape} with {num_ctas} CTAs"
+        # `claim_early` is for tiles that wait for earlier-claimed ones only
+        for claim_after in ("add", "look") if residents == 1 else ("add",):
+            for num_ctas in {residents, residents + 1, residents + 3, 20}:
+                for _ in range(5):
+                    kernel = Kernel(schedule, shape, num_ctas, claim_after)
+                    assert kernel.run(rng), f"{shape} with {num_ctas} CTAs that claim after {claim_after}"
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -153,8 +161,9 @@ def test_no_timing_deadlocks_sequences_of_different_lengths(name, mask):
     for _ in range(10):
         lengths = [(rng.randint(1, 600), rng.randint(1, 600)) for _ in range(rng.randint(1, 5))]
         shapes = [config.make_shape(1, 2, *pair, window, 2) for pair in lengths]
-        for num_ctas in (1, 2, 5, 20):
-            assert PackedKernel(schedule, shapes, num_ctas, rng).run(rng), f"{lengths} with {num_ctas} CTAs"
+        for num_ctas, claim_after in itertools.product((1, 2, 5, 20), ("add", "look")):
+            kernel = PackedKernel(schedule, shapes, num_ctas, claim_after, rng)
+            assert kernel.run(rng), f"{lengths} with {num_ctas} CTAs that claim after {claim_after}"
 
 
 def test_a_claim_with_a_turn_outstanding_deadlocks():
@@ -162,8 +171,9 @@ def test_a_claim_with_a_turn_outstanding_deadlocks():
     schedule, shape = registry.load("symmetric_shift"), shape_of(384, 384, 1, 64, True)
     assert shape.num_n_blocks == 3
     rng = random.Random(0)
-    outcomes = {Kernel(schedule, shape, 2, "turn").run(rng) for _ in range(200)}
-    assert False in outcomes
+    for claim_after in ("turn", "look"):
+        outcomes = {Kernel(schedule, shape, 2, claim_after).run(rng) for _ in range(200)}
+        assert False in outcomes
 
 
 def test_tiles_without_steps_are_among_those_tested():

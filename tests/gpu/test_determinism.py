@@ -283,12 +283,22 @@ def test_another_process_gets_the_same_bits(make_problem, pytestconfig):
     assert other.stdout.split()[-1] == digest
 
 
-@pytest.mark.parametrize("change", [dict(fuse_dQ=False), dict(num_dKV_stages=1), dict(num_dKV_stages=2)], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(fuse_dQ=False),
+        dict(num_dKV_stages=1),
+        dict(num_dKV_stages=2),
+        dict(claim_early=True),
+        dict(claim_early=True, num_dKV_stages=1),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["hybrid", "shortest_first"])
 @MASKS
 @pytest.mark.parametrize("head_dim", [64, 96, 128], ids=lambda head_dim: f"hd{head_dim}")
-def test_where_results_are_finished_changes_no_bit(head_dim, causal, name, change, make_problem, poison):
-    """By whom dQ is scaled and rounded, and through which shared memory dK and dV leave."""
+def test_how_a_cta_goes_from_tile_to_tile_changes_no_bit(head_dim, causal, name, change, make_problem, poison):
+    """By whom dQ is scaled and rounded, through which shared memory dK and dV leave, and when the next tile is claimed."""
     if head_dim == 128 and change.get("num_dKV_stages") == 2:
         pytest.skip("two stages do not fit")
     problem = make_problem(4, 1000, 1100, 8, head_dim, causal, num_heads_kv=4)
