@@ -110,7 +110,11 @@ def _is_causal(module: nn.Module) -> bool:
 
 
 def _get_window(sliding_window: int | None, causal: bool, seqlen_k: int) -> tuple[int, int]:
-    if sliding_window is None or (causal and sliding_window >= seqlen_k):
+    if sliding_window is None:
+        return -1, -1
+    if sliding_window < 1:  # 0 would make a side of -1, which is no limit
+        raise ValueError(f"{sliding_window=}; allowed: keys, at least 1, or None")
+    if causal and sliding_window >= seqlen_k:
         return -1, -1
     if not causal:
         raise ValueError(f"{sliding_window=} without a causal mask; allowed: None")
@@ -248,9 +252,12 @@ def _get_lengths(
             )
         lengths: _Lengths | None = _once_per_forward(_from_segments, segments, seqlen_q)
         return lengths
-    given = [kwargs.get(name) for name in _VARLEN]
-    if all(value is not None for value in given):
-        return _Lengths(None, None, *(x.to(torch.int32) for x in given[:2]), *map(int, given[2:]))  # type: ignore[union-attr, arg-type]
+    given = {name: kwargs[name] for name in _VARLEN if kwargs.get(name) is not None}
+    if len(given) == len(_VARLEN):
+        cu_seqlens_q, cu_seqlens_k, *longest = given.values()
+        return _Lengths(None, None, cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32), *map(int, longest))
+    if given:
+        raise ValueError(f"{', '.join(given)} alone; allowed: all of {', '.join(_VARLEN)}, or none")
     if position_ids is None or position_ids.ndim != 2 or seqlen_q != seqlen_k or seqlen_q == 1:
         return None
     lengths = _once_per_forward(_from_positions, position_ids, q.shape[0])

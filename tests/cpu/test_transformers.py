@@ -194,6 +194,8 @@ def test_window_of_tokens_that_a_query_sees():
     assert integration._get_window(None, False, 150) == (-1, -1)
     with pytest.raises(ValueError, match="sliding_window=40 without a causal mask"):
         integration._get_window(40, False, 150)
+    with pytest.raises(ValueError, match="sliding_window=0; allowed: keys, at least 1, or None"):
+        integration._get_window(0, True, 150)  # a side of -1 would be no limit
 
 
 # Padding and packed sequences
@@ -352,8 +354,12 @@ def test_a_static_cache_is_refused():
         (dict(position_bias=torch.zeros(2)), "position_bias is given"),
         (dict(attention_mask=torch.ones(1, 4)), "attention_mask has shape .* and dtype torch.float32"),
         (dict(key=torch.zeros(1, 2, 4, 32)), "k has shape"),
+        (
+            dict(cu_seq_lens_q=torch.tensor([0, 4]), max_length_q=4),
+            "cu_seq_lens_q, max_length_q alone; allowed: all of",
+        ),
     ],
-    ids=["dropout", "weights", "sinks", "softcap", "bias", "float mask", "head dim"],
+    ids=["dropout", "weights", "sinks", "softcap", "bias", "float mask", "head dim", "some lengths"],
 )
 def test_bad_calls_raise(changes, message):
     x = torch.zeros(1, 2, 4, 64)
