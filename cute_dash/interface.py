@@ -5,6 +5,8 @@ causal mask and sliding windows are bottom-right aligned: query i is in line wit
 sees no key has out 0, LSE -inf and dq 0; a key that no query sees has dk and dv 0.
 """
 
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -216,18 +218,18 @@ def attention_varlen_backward(
 
 
 def _to_int(name: str, value: int | Tensor) -> int:
-    """A length that may be a 0-d tensor of an integer dtype."""
+    """A length that may be a 0-d tensor of an integer dtype, or numpy's."""
     if isinstance(value, Tensor):
         if value.ndim != 0 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             raise TypeError(
                 f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; allowed: an int or 0-d tensor"
             )
         return int(value)
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
         raise TypeError(
             f"{name}={value!r} is a {type(value).__name__}; allowed: an int, or a 0-d tensor of an integer dtype"
         )
-    return value
+    return value if isinstance(value, int | torch.SymInt) else int(value)
 
 
 def _check_options(

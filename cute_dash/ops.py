@@ -526,6 +526,7 @@ def _(
     learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     validation.check_varlen_qkv(q, k, v, learnable_sink)
+    validation.check_kind_of_cu_seqlens((cu_seqlens_q, cu_seqlens_k), q)
     total_q, num_heads, _ = q.shape
     out = q.new_empty((total_q, num_heads, v.shape[-1]))
     return out, q.new_empty((num_heads, total_q), dtype=torch.float32)
@@ -618,6 +619,7 @@ def _(
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     validation.check_varlen_backward_tensors(dout, q, k, v, out, lse, dlse)
+    validation.check_kind_of_cu_seqlens((cu_seqlens_q, cu_seqlens_k), q)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

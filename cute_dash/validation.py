@@ -111,7 +111,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, learnable_sink: Tensor | None = N
         if min(x.shape[2:]) < 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: num_heads and head_dim at least 1")
         _check_num_tokens(name, x.shape[1])
-    _check_dtype(q)
+    _check_dtype("q", q)
     _check_same("k", k, "q", q)
     _check_same("v", v, "q", q)
     batch, _, num_heads, head_dim = q.shape
@@ -130,7 +130,7 @@ def check_varlen_qkv(q: Tensor, k: Tensor, v: Tensor, learnable_sink: Tensor | N
         if min(x.shape[1:]) < 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: every extent but the first at least 1")
         _check_num_tokens(name, x.shape[0])
-    _check_dtype(q)
+    _check_dtype("q", q)
     _check_same("k", k, "q", q)
     _check_same("v", v, "q", q)
     _, num_heads, head_dim = q.shape
@@ -159,18 +159,28 @@ def _check_sink(learnable_sink: Tensor | None, q: Tensor) -> None:
 
 def check_cu_seqlens(cu_seqlens: tuple[Tensor, Tensor], max_seqlens: tuple[int, int], q: Tensor) -> None:
     """Both tensors (number of sequences + 1,), int32, on the device of q, and max_seqlens at least 0."""
+    check_kind_of_cu_seqlens(cu_seqlens, q)
     for side, cu, max_seqlen in zip("qk", cu_seqlens, max_seqlens, strict=True):
+        if len(cu) < 2:
+            raise ValueError(_describe_cu_seqlens(side, cu))
+        if max_seqlen < 0:
+            raise ValueError(f"max_seqlen_{side}={max_seqlen}; allowed: at least 0")
+    _check_shape("cu_seqlens_k", cu_seqlens[1], tuple(cu_seqlens[0].shape))
+
+
+def check_kind_of_cu_seqlens(cu_seqlens: tuple[Tensor, Tensor], q: Tensor) -> None:
+    """What is known of fake tensors, too, whatever their extents: both 1-D, int32, on the device of q."""
+    for side, cu in zip("qk", cu_seqlens, strict=True):
         if cu.dtype != torch.int32:
             raise TypeError(f"cu_seqlens_{side} has dtype {cu.dtype}; allowed: torch.int32")
         if cu.device != q.device:
             raise ValueError(f"cu_seqlens_{side} is on {cu.device}; allowed: the device of q ({q.device})")
-        if cu.ndim != 1 or len(cu) < 2:
-            raise ValueError(
-                f"cu_seqlens_{side} has shape {tuple(cu.shape)}; allowed: 1-D, with one more than there are sequences"
-            )
-        if max_seqlen < 0:
-            raise ValueError(f"max_seqlen_{side}={max_seqlen}; allowed: at least 0")
-    _check_shape("cu_seqlens_k", cu_seqlens[1], tuple(cu_seqlens[0].shape))
+        if cu.ndim != 1:
+            raise ValueError(_describe_cu_seqlens(side, cu))
+
+
+def _describe_cu_seqlens(side: str, cu: Tensor) -> str:
+    return f"cu_seqlens_{side} has shape {tuple(cu.shape)}; allowed: 1-D, with one more than there are sequences"
 
 
 def check_lengths(cu_seqlens: tuple[Tensor, Tensor], max_seqlens: tuple[int, int], num_tokens: tuple[int, int]) -> None:
@@ -213,7 +223,7 @@ def check_backward_tensors(
 def check_row_tensors(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> None:
     """dout and out like q (..., seqlen_q, num_heads, head_dim) with the head dim of v, lse and dlse (..., num_heads, seqlen_q)."""
     *batch, seqlen_q, num_heads, _ = q.shape
-    for name, x in (("dout", dout), ("out", out)):
+    for name, x in (("out", out), ("dout", dout)):  # a dout that was not given is made like out
         _check_same(name, x, "q", q)
         _check_shape(name, x, (*q.shape[:-1], v.shape[-1]))
     for name, row in (("lse", lse), ("dlse", dlse)):
@@ -230,6 +240,7 @@ def check_sink_tensors(dout: Tensor, out: Tensor, lse: Tensor, learnable_sink: T
     """What the gradient of a sink is made of, (batch, seqlen, num_heads, head_dim) or with cu_seqlens (tokens, ...)."""
     if out.ndim not in (3, 4):
         raise ValueError(f"out has shape {tuple(out.shape)}; allowed: 3-D or 4-D")
+    _check_dtype("out", out)
     check_row_tensors(dout, out, out, out, lse, dlse)
     _check_sink(learnable_sink, out)
 
@@ -425,11 +436,11 @@ def _part_to_prove(shape: ProblemShape) -> ProblemShape:
     return replace(part, num_heads=max(min(num_heads, shape.num_streams), 1))
 
 
-def _check_dtype(q: Tensor) -> None:
-    allowed = _CPU_DTYPES if q.device.type == "cpu" else _CUDA_DTYPES
-    if q.dtype not in allowed:
+def _check_dtype(name: str, x: Tensor) -> None:
+    allowed = _CPU_DTYPES if x.device.type == "cpu" else _CUDA_DTYPES
+    if x.dtype not in allowed:
         names = ", ".join(str(dtype) for dtype in allowed)
-        raise TypeError(f"q has dtype {q.dtype}; allowed on {q.device.type}: {names}")
+        raise TypeError(f"{name} has dtype {x.dtype}; allowed on {x.device.type}: {names}")
 
 
 def _check_head_dims(head_dim: int, head_dim_v: int) -> None:

@@ -126,6 +126,21 @@ def test_one_of_the_two_gradients_must_be_there():
         attention_backward(x.dout, *x[:3], out, lse, dlse=[0.0])
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda out: out[:, :3], ValueError, r"out has shape \(2, 3, .* allowed: \(2, 8,"),
+        (lambda out: out.half(), TypeError, "out has dtype torch.float16; allowed: the dtype of q"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_without_a_dout_a_bad_out_is_named(change, error, message):
+    x, dlse = inputs(8, 8)
+    out, lse = flash_attn_func(*x[:3], return_lse=True)
+    with pytest.raises(error, match=f"^{message}"):
+        attention_backward(None, *x[:3], change(out), lse, dlse=dlse)
+
+
 def test_strides_of_dlse_do_not_change_the_bits():
     x, dlse = inputs()
     out, lse = flash_attn_func(*x[:3], return_lse=True)

@@ -231,6 +231,14 @@ def test_refused(sink, error, message):
         flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 8, 8, learnable_sink=sink)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_the_raw_backward_op_refuses_other_dtypes(dtype):
+    x, _, sink = inputs(8, 8)
+    out, lse = flash_attn_func(*x[:3], return_lse=True)
+    with pytest.raises(TypeError, match=f"out has dtype {dtype}; allowed on cpu: "):
+        torch.ops.cute_dash.attention_sink_backward(x.dout.to(dtype), out.to(dtype), lse, sink)
+
+
 # Sequences of different lengths
 
 LENGTHS_OF_SEQUENCES = [(0, 0), (70, 200), (130, 0), (150, 40), (0, 30), (64, 64)]

@@ -273,7 +273,7 @@ def test_fp32_is_refused_on_cuda():
         dtype = torch.float32
 
     with pytest.raises(TypeError, match="q has dtype torch.float32; allowed on cuda: torch.bfloat16, torch.float16$"):
-        validation._check_dtype(OnCuda())
+        validation._check_dtype("q", OnCuda())
 
 
 def test_a_refused_call_leaves_the_record_alone():

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,6 +169,12 @@ def test_max_seqlen_as_a_tensor():
     assert torch.equal(flash_attn_varlen_func(*x.qkv, *x.cu_seqlens, *lengths), expected)
 
 
+def test_max_seqlen_of_numpy():
+    x = pack()
+    expected = flash_attn_varlen_func(*x.qkv, *x.lengths)
+    assert torch.equal(flash_attn_varlen_func(*x.qkv, *x.cu_seqlens, *map(np.int64, x.max_seqlens)), expected)
+
+
 def test_opcheck():
     x = pack(LENGTHS[1:6], dtype=torch.bfloat16)
     leaves = [t.clone().requires_grad_() for t in x.qkv]
@@ -264,6 +271,11 @@ BAD = {
     "heads": (dict(k=torch.zeros(150, 3, 64)), ValueError, "k has 3 heads and q has 4; allowed: a divisor of 4"),
     "cu no tensor": (dict(cu_seqlens_q=[0, 1]), TypeError, "cu_seqlens_q is a list; allowed: a torch.Tensor"),
     "cu int64": (dict(cu_seqlens_q=torch.tensor([0, 1, 2])), TypeError, "cu_seqlens_q has dtype torch.int64; allowed"),
+    "cu elsewhere": (  # one fake tensor makes torch call the fake implementation
+        dict(cu_seqlens_q=torch.zeros(3, dtype=torch.int32, device="meta")),
+        ValueError,
+        r"cu_seqlens_q is on meta; allowed: the device of q \(cpu\)",
+    ),
     "cu 2-D": (dict(cu_seqlens_k=torch.zeros(1, 3, dtype=torch.int32)), ValueError, "cu_seqlens_k has shape .* 1-D"),
     "no sequence": (dict(cu_seqlens_k=cumulative([])), ValueError, "cu_seqlens_k has shape .* one more than"),
     "cu differ": (dict(cu_seqlens_k=cumulative([150])), ValueError, r"cu_seqlens_k has shape \(2,\); allowed: \(3,\)"),
