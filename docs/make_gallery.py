@@ -36,6 +36,7 @@ NUM_SMS, COMPUTE, REDUCE = 8, 1.0, 0.25
 TABLE_BLOCKS = 4
 # with its usual tail of 256 work tiles, each of the four heads would belong to it
 DRAWN: dict[str, Schedule] = {"hybrid": Hybrid(tail_tiles=16)}
+EXAMPLE = "evens_first"  # the README's, which a reader may have left in `schedules/`
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,20 @@ def _compact(picture: Path) -> None:
         image.convert("RGB").quantize(64).save(picture, optimize=True)
 
 
+def list_names() -> list[str]:
+    """What the gallery shows: every schedule that ships."""
+    return [name for name in registry.available() if name != EXAMPLE]
+
+
 def list_entries() -> list[Entry]:
     """Every concrete schedule: on the causal mask where it orders it, else on the full one."""
-    schedules = {name: DRAWN.get(name, registry.load(name)) for name in registry.available()}
+    schedules = {name: DRAWN.get(name, registry.load(name)) for name in list_names()}
     return [_simulate(name, s) for name, s in schedules.items() if not isinstance(s, SelectingSchedule)]
 
 
 def list_selectors() -> list[SelectingSchedule]:
     """`auto` and its kin."""
-    loaded = (registry.load(name) for name in registry.available())
+    loaded = (registry.load(name) for name in list_names())
     return [schedule for schedule in loaded if isinstance(schedule, SelectingSchedule)]
 
 
