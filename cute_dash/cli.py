@@ -140,15 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         help="local: sliding windows; default: full causal",
     )
     command.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
-    command.add_argument(
-        "--head-dim",
-        nargs="+",
-        type=_head_dim,
-        metavar="N",
-        default=list(TUNED_HEAD_DIMS),
-        help=f"{ALLOWED_HEAD_DIMS} (default: {' '.join(map(str, TUNED_HEAD_DIMS))})",
-    )
-    _add_head_dim_v(command)
+    _add_head_dims(command)
     command.add_argument(
         "--grouped",
         action="store_true",
@@ -243,8 +235,7 @@ def _add_verify_options(command: argparse.ArgumentParser) -> None:
         "--emulator", action="store_true", help="the CPU emulator under random interleavings, instead of a GPU"
     )
     group = command.add_argument_group("configurations", "every combination is verified")
-    group.add_argument("--head-dim", nargs="+", type=int, choices=SUPPORTED_HEAD_DIMS, default=list(TUNED_HEAD_DIMS))
-    _add_head_dim_v(group)
+    _add_head_dims(group)
     group.add_argument(
         "--mask",
         nargs="+",
@@ -263,7 +254,15 @@ def _add_verify_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_head_dim_v(group: Any) -> None:
+def _add_head_dims(group: Any) -> None:
+    group.add_argument(
+        "--head-dim",
+        nargs="+",
+        type=_head_dim,
+        metavar="N",
+        default=list(TUNED_HEAD_DIMS),
+        help=f"{ALLOWED_HEAD_DIMS} (default: {' '.join(map(str, TUNED_HEAD_DIMS))})",
+    )
     qk, v = UNEQUAL_HEAD_DIMS
     group.add_argument(
         "--head-dim-v", type=_head_dim, metavar="N", help=f"of V: {v} with --head-dim {qk} (default: as head-dim)"

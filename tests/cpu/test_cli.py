@@ -549,10 +549,11 @@ def test_head_dims_are_64_and_128_by_default(compiler):
     assert [key.config.head_dim for key in compiler] == [64, 128]
 
 
+@pytest.mark.parametrize("command", ["compile", "verify-bits"])
 @pytest.mark.parametrize("head_dim", ["36", "264", "24", "all"])
-def test_head_dims_that_there_are_not_are_refused(head_dim, capsys):
+def test_head_dims_that_there_are_not_are_refused(command, head_dim, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["compile", "baseline", "--head-dim", head_dim])
+        main([command, "baseline", "--head-dim", head_dim])
     assert stop.value.code == 2
     assert f"invalid head dim {head_dim!r}; allowed: multiples of 8 from 32 to 256" in capsys.readouterr().err
 
