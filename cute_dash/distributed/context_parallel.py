@@ -38,7 +38,7 @@ def context_parallel_attention(
     Args:
         q: (batch, seqlen_q / n, num_heads, head_dim), this rank's part (`shard_sequence`) of a sequence over n ranks;
             otherwise as for `flash_attn_func`.
-        k, v: (batch, seqlen_k / n, num_heads_kv, head_dim), likewise.
+        k, v: (batch, seqlen_k / n, num_heads_kv, head_dim), likewise; with "ring" v has the head_dim of q and k.
         mesh: the n ranks, one dimension; for example init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp"))["cp"].
         method: "ring": K and V go around, any number of heads; causal needs seqlen_q = seqlen_k, and no window.
             "all_to_all": heads are traded for sequence, num_heads and num_heads_kv must be multiples of n.
@@ -48,7 +48,7 @@ def context_parallel_attention(
         causal: bottom-right aligned causal mask over the whole sequences.
 
     Returns:
-        out in the shape and dtype of q: this rank's part.
+        this rank's part of out: (batch, seqlen_q / n, num_heads, head_dim of v) in the dtype of q.
 
     Raises:
         TypeError, ValueError: on every rank alike, naming the argument, its value and what is allowed; before anything is
