@@ -156,7 +156,7 @@ def standard_cell(
     kv_heads: int | None = None,
     head_dim_v: int | None = None,
 ) -> Cell:
-    """A cell at 16,384 tokens and heads * head_dim = 2,048 (at least one sequence and one head) unless told otherwise."""
+    """A cell at 16,384 tokens and heads * head_dim = 2,048 (at least one sequence, one head) unless told otherwise."""
     batch = max(1, TOKENS // max(1, seqlen)) if batch is None else batch
     heads = max(1, MODEL_DIM // max(1, head_dim)) if heads is None else heads
     kv_heads = None if kv_heads == heads else kv_heads

@@ -1,7 +1,7 @@
 """What a call costs the host: microseconds of Python and C++ from the call to its return, the device not waited for.
 
-A short attention call is over on the device before the host has launched the next one, so this bounds how fast a model of
-short sequences trains. The calls of torch's `scaled_dot_product_attention` are timed beside ours.
+A short attention call is over on the device before the host has launched the next one, so this bounds how fast a model
+of short sequences trains. The calls of torch's `scaled_dot_product_attention` are timed beside ours.
 """
 
 from collections.abc import Callable, Mapping

@@ -302,7 +302,7 @@ def _label(schedule: Schedule, spec: str, taken: Iterable[str]) -> str:
 
 
 def _resolve(spec: str, shape: ProblemShape, num_sms: int | None) -> Schedule:
-    """The concrete schedule; ValueError if it cannot implement the shape, or not with one CTA on each of `num_sms` SMs."""
+    """The concrete schedule; ValueError if it cannot implement the shape, or not with a CTA on each of num_sms SMs."""
     schedule = registry.resolve(spec, shape)
     needed = schedule.min_resident_ctas(shape)
     if num_sms is not None and needed > num_sms:

@@ -109,6 +109,7 @@ def report(results: Results, cells: Sequence[Cell], model: Model, reference: str
         "",
         style.tabulate(rows, ["cell", "schedule", "model", "measured", "measured / model"]),
         "",
-        f"the model orders {agreeing} of {total} pairs of schedules as the measurement does (ties within {TIE:.0%} left out)",
+        f"the model orders {agreeing} of {total} pairs of schedules as the measurement does (ties within {TIE:.0%} "
+        "left out)",
     ]
     return "\n".join(lines)

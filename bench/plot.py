@@ -1,7 +1,8 @@
 """Draws a results file: TFLOPS of every candidate, a panel for each head dim and mask.
 
-Host only. matplotlib, the `plot` extra, is imported when something is drawn. Schedules of ours that keep an order are solid
-and coloured; what they are to be compared with is not: `unordered` dashed, peers grey, their deterministic mode solid.
+Host only. matplotlib, the `plot` extra, is imported when something is drawn. Schedules of ours that keep an order are
+solid and coloured; what they are to be compared with is not: `unordered` dashed, peers grey, their deterministic mode
+solid.
 """
 
 from collections.abc import Sequence

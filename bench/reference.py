@@ -1,7 +1,7 @@
 """What the gate compares with: fp64 gradients of some streams, and torch's own flash backward as the error's yardstick.
 
-A stream is one (batch, KV head) with its query heads. Gradients of a whole cell in fp64 would take gigabytes, so only a few streams are
-computed, in chunks of query rows; the yardstick covers all streams.
+A stream is one (batch, KV head) with its query heads. Gradients of a whole cell in fp64 would take gigabytes, so only a
+few streams are computed, in chunks of query rows; the yardstick covers all streams.
 """
 
 from collections.abc import Callable, Sequence

@@ -93,7 +93,7 @@ class View:
 
 
 def summary(results: Results, style: Style) -> str:
-    """Cells by candidates, then the best deterministic schedule of ours and its ratios, then who is not in the table."""
+    """Cells by candidates, the best deterministic schedule of ours and its ratios, then who is not in the table."""
     view = View(results, style.regime)
     keys = view.keys
     headers = ["cell", *(short_name(k) for k in keys), "best det", "/ FA4 det", "/ best nondet", "of floor"]
@@ -179,7 +179,8 @@ def compare(old: Results, new: Results, threshold: float, style: Style) -> tuple
         "",
         style.tabulate(rows, ["cell", "candidate", "old ms", "new ms", "speed ratio", "verdict"]),
         "",
-        f"{regressions} of ours slower by more than {threshold:.0%}; {only[0]} records only in old, {only[1]} only in new",
+        f"{regressions} of ours slower by more than {threshold:.0%}; {only[0]} records only in old, {only[1]} only in "
+        "new",
     ]
     return "\n".join(lines), regressions
 
@@ -199,7 +200,8 @@ def paper(results: Results, style: Style) -> str:
         "",
         style.tabulate(rows, headers),
         "",
-        "ours shift: `shift` on the full mask, `symmetric_shift` on the causal one; best: of the deterministic schedules",
+        "ours shift: `shift` on the full mask, `symmetric_shift` on the causal one; best: of the deterministic "
+        "schedules",
     ]
     return "\n".join(lines)
 

@@ -44,7 +44,8 @@ class Record:
         ms_median: ms per call. Burst: median over the rounds. Sustained: mean after the first second.
         ms_min, ms_max: least and greatest round (burst) or batch of calls (sustained).
         tflops: from ms_median.
-        ratio_to_best_nondet: tflops over the best non-deterministic candidate's, same cell and regime; None without one.
+        ratio_to_best_nondet: tflops over the best non-deterministic candidate's, same cell and regime; None without
+            one.
         max_rel_err: greatest relative error of dq, dk, dv against fp64, over the streams that were checked.
         bitwise_runs: runs whose dq, dk and dv had the bits of the first run, itself included.
     """

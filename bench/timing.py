@@ -61,8 +61,8 @@ class BurstPlan:
 def order_in_round(keys: Sequence[K], round_idx: int) -> list[K]:
     """The candidates' order in a round: odd rounds run the round before backwards, then it starts one further.
 
-    In 2 * len(keys) rounds everybody is first twice and last twice, and nobody is always behind the same neighbour, whose
-    heat and cache contents it inherits.
+    In 2 * len(keys) rounds everybody is first twice and last twice, and nobody is always behind the same neighbour,
+    whose heat and cache contents it inherits.
     """
     if not keys:
         return []

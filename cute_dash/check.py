@@ -110,8 +110,8 @@ def _check_size(shape: ProblemShape) -> None:
         num_steps = sum(steps) * shape.num_streams * shape.group_size
     if num_steps > MAX_STEPS:
         raise TooManyStepsError(
-            f"{shape} has {num_steps:,} steps or more; at most {MAX_STEPS:,} are enumerated: fewer sequences, heads or tokens "
-            f"show the same order"
+            f"{shape} has {num_steps:,} steps or more; at most {MAX_STEPS:,} are enumerated: fewer sequences, heads or "
+            f"tokens show the same order"
         )
 
 
@@ -146,8 +146,8 @@ def find_violation(schedule: Schedule, shape: ProblemShape, resident_ctas: int |
 def describe_failure(error: BaseException, schedule: Schedule | None = None) -> str:
     """One line about what a schedule raised: its method with file and line, if the traceback knows it, and the error.
 
-    Of an error of several lines, perhaps coloured for a terminal, the first line is taken. What the CuTe DSL says of a traced
-    value that is used like a Python one is said in the words of rule 4.
+    Of an error of several lines, perhaps coloured for a terminal, the first line is taken. What the CuTe DSL says of a
+    traced value that is used like a Python one is said in the words of rule 4.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0].strip()
     method = find_method(error, schedule)
@@ -158,8 +158,8 @@ def describe_failure(error: BaseException, schedule: Schedule | None = None) -> 
 
 
 _DSL_ERRORS = {
-    "PHASE_DYNAMIC_TO_STATIC_BOOL": "asks for the truth value of a traced value; instead of if, and, or, min and max use "
-    "cute_dash.ints.where, minimum and maximum",
+    "PHASE_DYNAMIC_TO_STATIC_BOOL": "asks for the truth value of a traced value; instead of if, and, or, min and max "
+    "use cute_dash.ints.where, minimum and maximum",
     "PHASE_DYNAMIC_INDEX": "takes a traced value for an index, a range bound, an int or a float, which it cannot be",
 }
 
@@ -237,7 +237,8 @@ def _check_tile(work_idx: int, tile: WorkTile, claims: dict[WorkTile, int], shap
         value = getattr(tile, field)
         if not _is_index(value, extent):
             raise ScheduleError(
-                f"rule 1 (coverage): work_idx {work_idx}: get_work_tile gives {field}={_show(value)}; allowed: ints in [0, {extent})"
+                f"rule 1 (coverage): work_idx {work_idx}: get_work_tile gives {field}={_show(value)}; allowed: ints in "
+                f"[0, {extent})"
             )
     first = claims.setdefault(tile, work_idx)
     if first != work_idx:
@@ -281,12 +282,13 @@ def _check_accumulation_order(
         expected = shape.get_n_block_max(m_block) - shape.get_n_block_min(m_block)
         if type(count) is not int or count != expected:
             raise ScheduleError(
-                f"rule 1 (coverage): {where}: get_lock_count gives {_show(count)}, but {expected} n_blocks add to this dQ tile"
+                f"rule 1 (coverage): {where}: get_lock_count gives {_show(count)}, but {expected} n_blocks add to this "
+                "dQ tile"
             )
         if not _is_index(value, count):
             raise ScheduleError(
-                f"rule 1 (coverage): {where}: get_lock_value gives {_show(value)}; allowed: ints in [0, {count}), one for each n_block "
-                f"that the mask leaves this m_block"
+                f"rule 1 (coverage): {where}: get_lock_value gives {_show(value)}; allowed: ints in [0, {count}), one "
+                f"for each n_block that the mask leaves this m_block"
             )
         other = places.setdefault((tile.batch_idx, tile.head_idx, m_block, value), tile.n_block)
         if other != tile.n_block:
@@ -399,8 +401,8 @@ def check_value_object(schedule: Schedule) -> None:
     """Rule 3 as far as the class says: equal schedules must be the same order, because kernels are kept by them.
 
     Raises:
-        ScheduleError: not a frozen dataclass, not hashable, or with fields that equality and hash leave out; a name, version
-            or flag of another type than the protocol's.
+        ScheduleError: not a frozen dataclass, not hashable, or with fields that equality and hash leave out; a name,
+            version or flag of another type than the protocol's.
     """
     parameters = getattr(type(schedule), "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
@@ -411,7 +413,8 @@ def check_value_object(schedule: Schedule) -> None:
     if left_out := _find_fields_without_equality(schedule):
         raise ScheduleError(
             f"rule 3 (purity): {type(schedule).__name__}: {', '.join(left_out)} would not enter equality and hash, so "
-            f"different orders would share a kernel; write @dataclass(frozen=True) above the class, and no compare=False"
+            "different orders would share a kernel; write @dataclass(frozen=True) above the class, and no "
+            "compare=False"
         )
     try:
         hash(schedule)

@@ -678,7 +678,8 @@ def _verify_bits(args: argparse.Namespace) -> int:
 
     if not args.emulator and (reason := why_no_hopper()) is not None:
         raise UsageError(
-            f"verify-bits needs a Hopper GPU: {reason}; with --emulator it verifies the CPU emulator of the kernel instead"
+            f"verify-bits needs a Hopper GPU: {reason}; with --emulator it verifies the CPU emulator of the kernel "
+            "instead"
         )
     selection = _select_to_verify(args, verify.EMULATOR_EXTENTS if args.emulator else verify.GPU_EXTENTS)
     try:

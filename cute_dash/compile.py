@@ -214,7 +214,7 @@ def find_small_violation(schedule: Schedule, config: BwdConfig) -> str | None:
 
 
 def make_square_shape(batch: int, num_heads: int, num_tiles: int, config: BwdConfig) -> ProblemShape:
-    """Of a local configuration with a causal window of half the tokens: a kernel takes any, so any tells which it is."""
+    """Of a local configuration with a causal window of half the tokens: the kernel is the same for any."""
     seqlen = num_tiles * config.tile_n
     window = Window(left=seqlen // 2, right=0) if config.local else None
     return config.make_shape(batch, num_heads, seqlen, seqlen, window)

@@ -1,8 +1,8 @@
 """Static configuration of the Hopper backward kernel: tile shapes, stages and register budget per head dim.
 
-Host only; needs neither torch nor cutlass, so that the emulator, the checker and the command line can ask for tile shapes anywhere.
-The choice depends on head dim, mask and whether lengths differ, never on the device: tile shapes are part of the determinism
-contract.
+Host only; needs neither torch nor cutlass, so that the emulator, the checker and the command line can ask for tile
+shapes anywhere. The choice depends on head dim, mask and whether lengths differ, never on the device: tile shapes are
+part of the determinism contract.
 """
 
 from dataclasses import dataclass, replace
@@ -41,10 +41,11 @@ class BwdConfig:
         head_dim_v: elements per head of V and dO; if 0 is given, head_dim.
         num_dKV_stages: shared-memory stages through which dK and dV leave, while the next work tile's K and V are on
             their way; 0: through sK and sV, which then are free later.
-        claim_early: a CTA claims its next work tile when it comes to the last step of the current one, so that the first Q can
-            load during that step; not where several CTAs must be resident, whose tiles wait for later-claimed ones.
-        K_in_regs: K, as operand of S^T, is read from shared memory once per work tile and kept in registers, not read in
-            every step.
+        claim_early: a CTA claims its next work tile when it comes to the last step of the current one, so that the
+            first Q can load during that step; not where several CTAs must be resident, whose tiles wait for
+            later-claimed ones.
+        K_in_regs: K, as operand of S^T, is read from shared memory once per work tile and kept in registers, not read
+            in every step.
     """
 
     head_dim: int
@@ -182,7 +183,7 @@ class BwdConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA in bytes: Q, dO and dS stages, K, V, the fp32 dQ staging tile and the row statistics."""
+        """Shared memory of one CTA in bytes: stages of Q, dO, dS (and P), K, V, the fp32 dQ tile, row statistics."""
         element, fp32 = 2, 4
         q_elements, columns = self.tile_m * self.head_dim_padded, self.head_dim_padded + self.head_dim_v_padded
         q_do = self.num_stages * self.tile_m * columns * element

@@ -1,8 +1,8 @@
 """What the project does, shown on the machine at hand: one row per mask and schedule.
 
-Everywhere: the schedule in the DAG model of an H200, and its gradients from the CPU emulator, which replays the kernel's
-arithmetic while the CTAs run in random order. On a Hopper GPU also the kernel itself. The sizes are chosen so that all
-of it takes less than a minute on two cores; for measurements there is the bench.
+Everywhere: the schedule in the DAG model of an H200, and its gradients from the CPU emulator, which replays the
+kernel's arithmetic while the CTAs run in random order. On a Hopper GPU also the kernel itself. The sizes are chosen so
+that all of it takes less than a minute on two cores; for measurements there is the bench.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ NUM_SMS, COMPUTE, REDUCE = 132, 1.0, 0.25
 
 @dataclass(frozen=True)
 class KernelResult:
-    """The kernel on this GPU: ms per call, gradient error against fp64, and how many of NUM_RUNS had the first's bits."""
+    """The kernel on this GPU: ms per call, gradient error against fp64, how many of NUM_RUNS had the first's bits."""
 
     ms: float
     tflops: float
@@ -232,7 +232,7 @@ class _Plan:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The emulator's matmuls are too small to share: on a busy machine, threads waiting for each other cost up to 100x."""
+    """The emulator's matmuls are too small to share: threads that wait for each other can cost 100x."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -44,15 +44,15 @@ def forward(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16, fp16 or fp32.
-        k, v: (batch, seqlen_k, num_heads_kv, head_dim), dtype of q; num_heads_kv divides num_heads. v may have a head dim
-            of its own, which is that of out, dout and dv then.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), dtype of q; num_heads_kv divides num_heads. v may have a head
+            dim of its own.
         softmax_scale: factor on Q K^T.
         causal: bottom-right aligned causal mask.
         window_size: sliding window (left, right), -1 for no limit.
 
     Returns:
-        out (batch, seqlen_q, num_heads, head dim of v), dtype of q, and LSE (batch, num_heads, seqlen_q) in fp32, natural logarithm. A query that
-        sees no key has out 0 and LSE -inf.
+        out (batch, seqlen_q, num_heads, head dim of v), dtype of q, and LSE (batch, num_heads, seqlen_q) in fp32,
+        natural logarithm. A query that sees no key has out 0 and LSE -inf.
     """
     batch, seqlen_q, num_heads, _ = q.shape
     seqlen_k, group_size = k.shape[1], num_heads // k.shape[2]
@@ -92,8 +92,10 @@ def backward(
     """Attention backward, tile by tile in the order of `schedule`.
 
     Args:
-        dout, q, out: (batch, seqlen_q, num_heads, head_dim), bf16, fp16 or fp32, one dtype.
-        k, v: (batch, seqlen_k, num_heads_kv, head_dim), same dtype; num_heads_kv divides num_heads.
+        dout, q, out: (batch, seqlen_q, num_heads, head_dim), bf16, fp16 or fp32, one dtype. dout and out have the head
+            dim of v.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), same dtype; num_heads_kv divides num_heads. v may have a head
+            dim of its own.
         lse: (batch, num_heads, seqlen_q), fp32, natural logarithm.
         softmax_scale: factor on Q K^T.
         causal: bottom-right aligned causal mask.
@@ -159,8 +161,8 @@ def forward_varlen(
         cu_seqlens_q, cu_seqlens_k: (number of sequences + 1,): starts of the sequences and the end of the last.
 
     Returns:
-        out (total_q, num_heads, head dim of v) and LSE (num_heads, total_q); 0 and -inf of queries that see no key or belong to
-        no sequence.
+        out (total_q, num_heads, head dim of v) and LSE (num_heads, total_q); 0 and -inf of queries that see no key or
+        belong to no sequence.
     """
     total_q, num_heads, _ = q.shape
     out = q.new_zeros((total_q, num_heads, v.shape[-1]))
@@ -192,8 +194,8 @@ def backward_varlen(
     """`backward`, sequence by sequence, each as a batch of one under the same concrete schedule.
 
     Args:
-        dout, q, out: (total_q, num_heads, head_dim); k, v: (total_k, num_heads_kv, head_dim); lse: (num_heads, total_q).
-        dlse: like lse.
+        dout, q, out: (total_q, num_heads, head_dim); k, v: (total_k, num_heads_kv, head_dim).
+        lse, dlse: (num_heads, total_q).
         cu_seqlens_q, cu_seqlens_k: as for `forward_varlen`.
         causal, window: `normalize_mask` of the greatest lengths: one kind of mask for all sequences.
 
@@ -222,7 +224,7 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[sli
 
 @dataclass(frozen=True)
 class _Operands:
-    """Inputs of the main loop: (batch, num_heads or num_heads_kv, seqlen, head_dim) fp32.
+    """Inputs of the main loop: (batch, num_heads or num_heads_kv, seqlen, head_dim or that of v) fp32.
 
     The row statistics are (batch, num_heads, seqlen_q).
     """
@@ -309,7 +311,7 @@ class _BackwardRun:
         self.dk[b, h, keys], self.dv[b, h, keys] = dk, dv
 
     def _step(self, dq_tile: DQTile, tile: WorkTile, dk: Tensor, dv: Tensor) -> Tensor:
-        """The five GEMMs of one tile: adds to dk and dv (tile_n, head_dim), returns this tile's dQ (tile_m, head_dim)."""
+        """The five GEMMs of one tile: adds to dk and dv (tile_n, ...), returns this tile's dQ (tile_m, head_dim)."""
         x, shape, (n_block, h_kv, _), (b, h, m_block) = self.operands, self.shape, tile, dq_tile
         rows = _tile_slice(m_block, shape.tile_m, shape.seqlen_q)
         keys = _tile_slice(n_block, shape.tile_n, shape.seqlen_k)
@@ -344,9 +346,10 @@ class _BackwardRun:
 
     def _describe_deadlock(self, num_ctas: int, wait: _Wait) -> str:
         return (
-            f"schedule {self.schedule.name!r} deadlocks with {num_ctas} resident CTAs: {wait.tile} waits for lock value "
-            f"{wait.lock_value} of dQ tile m_block={wait.dq_tile.m_block}, which stays at {self._num_added(wait)}; every other "
-            f"resident work tile waits too (min_resident_ctas says {self.schedule.min_resident_ctas(self.shape)})"
+            f"schedule {self.schedule.name!r} deadlocks with {num_ctas} resident CTAs: {wait.tile} waits for "
+            f"lock value {wait.lock_value} of dQ tile m_block={wait.dq_tile.m_block}, which stays at "
+            f"{self._num_added(wait)}; every other resident work tile waits too ("
+            f"min_resident_ctas says {self.schedule.min_resident_ctas(self.shape)})"
         )
 
     def _finish_dq(self) -> None:
@@ -358,8 +361,8 @@ class _BackwardRun:
                     expected = shape.get_n_block_max(m_block) - shape.get_n_block_min(m_block)
                     if (added := self.num_added[b][h][m_block]) != expected:
                         raise ScheduleError(
-                            f"schedule {self.schedule.name!r}: dQ tile m_block={m_block} of head_idx={h}, batch_idx={b} "
-                            f"got {added} contributions, {expected} KV tiles reach it"
+                            f"schedule {self.schedule.name!r}: dQ tile m_block={m_block} of head_idx={h}, "
+                            f"batch_idx={b} got {added} contributions, {expected} KV tiles reach it"
                         )
                     if expected == 0:
                         self.dq[b, h, _tile_slice(m_block, shape.tile_m, shape.seqlen_q)] = 0.0
@@ -389,7 +392,10 @@ def _as_window(causal: bool, window: Window | None, seqlen_k: int) -> Window | N
 
 
 def _visible(queries: range, keys: range, diagonal: int, window: Window, device: torch.device) -> Tensor:
-    """Bool (queries, keys): query i sees keys i + diagonal - left .. i + diagonal + right, diagonal = seqlen_k - seqlen_q."""
+    """Bool (queries, keys): query i sees keys i + diagonal - left .. i + diagonal + right.
+
+    diagonal is seqlen_k - seqlen_q.
+    """
     rows = torch.arange(queries.start, queries.stop, device=device)[:, None] + diagonal
     columns = torch.arange(keys.start, keys.stop, device=device)[None, :]
     return (columns >= rows - window.left) & (columns <= rows + window.right)

@@ -6,9 +6,10 @@ Names, order of arguments, defaults and return values are those of `flash_attn.f
 this package cannot do is refused before any launch; nothing is ignored. `deterministic` may be either: gradients always
 have the same bits. Each function also takes `schedule`, as `cute_dash.flash_attn_func` does.
 
-With `return_attn_probs=True` the functions return (out, softmax_lse, S_dmask) as flash-attn does: softmax_lse is (batch,
-num_heads, seqlen_q), of the varlen functions (num_heads, total_q), fp32, natural logarithm; S_dmask, which flash-attn
-fills for dropout only, is empty. Unlike flash-attn's, whose backward ignores it, the gradient of softmax_lse counts.
+With `return_attn_probs=True` the functions return (out, softmax_lse, S_dmask) as flash-attn does: softmax_lse is
+(batch, num_heads, seqlen_q), of the varlen functions (num_heads, total_q), fp32, natural logarithm; S_dmask, which
+flash-attn fills for dropout only, is empty. Unlike flash-attn's, whose backward ignores it, the gradient of softmax_lse
+counts.
 """
 
 from typing import cast
@@ -135,7 +136,7 @@ def flash_attn_varlen_func(
     *,
     schedule: "str | Schedule" = "auto",
 ) -> _Result:
-    """Attention of sequences of different lengths: q (total_q, num_heads, head_dim), k, v (total_k, num_heads_k, head_dim).
+    """Attention of sequences of different lengths: q (total_q, num_heads, head_dim), k, v (total_k, num_heads_k, ...).
 
     Raises:
         TypeError, ValueError: as `cute_dash.flash_attn_varlen_func`, and for dropout, ALiBi slopes or a block table.

@@ -3,18 +3,20 @@
 Host. cuDNN where it applies, else FlashAttention-2; both give LSE in fp32, natural logarithm. Some
 things differ between them and from the contract:
 
-* causal with seqlen_q != seqlen_k: cuDNN aligns the mask top-left; FlashAttention-2, from version 2.1 on and when called
-  below `scaled_dot_product_attention`, bottom-right, which is the contract. So unequal causal lengths go to the latter.
+* causal with seqlen_q != seqlen_k: cuDNN aligns the mask top-left; FlashAttention-2, from version 2.1 on and when
+  called below `scaled_dot_product_attention`, bottom-right, which is the contract. So unequal causal lengths go to the
+  latter.
 * sliding windows: cuDNN has none through torch. FlashAttention-2 has them, aligned bottom-right, but takes a side of
   seqlen_k or more for no limit, and no limit on one side for a limit of seqlen_k where the other side has one. Both are
   wrong for some queries if there are more queries than keys: those go to it in parts, see `_split_queries`.
-* called with a batch of equal lengths, FlashAttention-2 may split the keys among CTAs by how many blocks the batch has and
-  how many SMs the device: the bits of a sequence's out would depend on both. Called with cumulative lengths it does not.
+* called with a batch of equal lengths, FlashAttention-2 may split the keys among CTAs by how many blocks the batch has
+  and how many SMs the device: the bits of a sequence's out would depend on both. Called with cumulative lengths it does
+  not.
 * FlashAttention-2 counts in 64 bits; of cuDNN this is not known, so tensors of 2**31 elements and more do not go to it.
 * for a single query cuDNN splits the keys likewise: short sequences go to FlashAttention-2.
-* head dims above 128: cuDNN has them from versions on about which torch's own checks have changed, but 192 for Q and K with
-  128 for V from 9.11 on. The others go to FlashAttention-2, which has up to 256, but wants V like Q and K: it gets V with
-  zeros behind it.
+* head dims above 128: cuDNN has them from versions on about which torch's own checks have changed, but 192 for Q and K
+  with 128 for V from 9.11 on. The others go to FlashAttention-2, which has up to 256, but wants V like Q and K: it gets
+  V with zeros behind it.
 * sequences of different lengths go to FlashAttention-2; with windows too, but see `forward_varlen`.
 * queries that see no key (the first seqlen_q - seqlen_k - right): their out and LSE are undefined or +inf there; the
   contract says out 0 and LSE -inf.
@@ -50,14 +52,15 @@ def forward(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16, CUDA.
-        k, v: (batch, seqlen_k, num_heads_kv, head_dim), same dtype and device; num_heads_kv divides num_heads. v may have
-            another head dim, see `config.UNEQUAL_HEAD_DIMS`.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), same dtype and device; num_heads_kv divides num_heads. v may
+            have another head dim, see `config.UNEQUAL_HEAD_DIMS`.
         softmax_scale: factor on Q K^T, above 0.
         causal: bottom-right aligned causal mask.
         window_size: sliding window (left, right), -1 for no limit.
 
     Returns:
-        out (batch, seqlen_q, num_heads, head dim of v), contiguous, dtype of q, and LSE (batch, num_heads, seqlen_q), fp32.
+        out (batch, seqlen_q, num_heads, head dim of v), contiguous, dtype of q, and LSE (batch, num_heads, seqlen_q),
+        fp32.
     """
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     causal, window = normalize_mask(causal, window_size, seqlen_q, seqlen_k)
@@ -87,9 +90,9 @@ class QueryRange(NamedTuple):
 def _split_queries(seqlen_q: int, seqlen_k: int, window: Window) -> list[QueryRange]:
     """Parts of the queries for which FlashAttention-2's reading of a window is the contract's; mostly one.
 
-    With no more queries than keys, and whenever right < seqlen_k, the two agree. Else three parts: queries that the right
-    side limits, which the left one, reaching seqlen_k further back, does not; queries that no side limits; and the last
-    ones, fewer than seqlen_k, which the left side limits.
+    With no more queries than keys, and whenever right < seqlen_k, the two agree. Else three parts: queries that the
+    right side limits, which the left one, reaching seqlen_k further back, does not; queries that no side limits; and
+    the last ones, fewer than seqlen_k, which the left side limits.
     """
     left, right = window
     if seqlen_q <= seqlen_k or right < seqlen_k:
@@ -206,14 +209,15 @@ def forward_varlen(
     """Attention forward of sequences of different lengths, by FlashAttention-2; does not synchronise with the device.
 
     Args:
-        q: (total_q, num_heads, head_dim), bf16 or fp16, CUDA; k, v: (total_k, num_heads_kv, head_dim), as for `forward`.
+        q: (total_q, num_heads, head_dim), bf16 or fp16, CUDA; k, v: (total_k, num_heads_kv, head_dim), as for
+            `forward`.
         cu_seqlens: of queries and of keys, (number of sequences + 1,), int32.
         max_seqlens: no sequence has more queries or keys.
         causal, window: `normalize_mask` of max_seqlens.
 
     Returns:
-        out (total_q, num_heads, head dim of v), contiguous, and LSE (num_heads, total_q), fp32; 0 and -inf of queries that see
-        no key or belong to no sequence.
+        out (total_q, num_heads, head dim of v), contiguous, and LSE (num_heads, total_q), fp32; 0 and -inf of queries
+        that see no key or belong to no sequence.
     """
     _check_flash_limits(len(cu_seqlens[0]) - 1, max(len(q), len(k)))
     if max_seqlens[0] <= 1:

@@ -1,8 +1,8 @@
 """The public torch functions. Host; CUDA tensors run on a Hopper GPU, CPU tensors on the emulator.
 
 Tensors are (batch, seqlen, num_heads, head_dim), LSE is (batch, num_heads, seqlen_q) in fp32, natural logarithm. The
-causal mask and sliding windows are bottom-right aligned: query i is in line with key i + seqlen_k - seqlen_q. A query that
-sees no key has out 0, LSE -inf and dq 0; a key that no query sees has dk and dv 0.
+causal mask and sliding windows are bottom-right aligned: query i is in line with key i + seqlen_k - seqlen_q. A query
+that sees no key has out 0, LSE -inf and dq 0; a key that no query sees has dk and dv 0.
 """
 
 import numbers
@@ -35,26 +35,28 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16 (on the CPU also fp32); head_dim a multiple of 8 from
-            32 to 256. Any strides with a contiguous last dim are taken as they are if 16-byte aligned, others are copied.
-        k, v: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_kv divides num_heads: each KV head
-            serves num_heads / num_heads_kv query heads in a row (GQA; MQA with one KV head). v has the head_dim of q and k,
-            or 128 where they have 192.
+            32 to 256. Any strides with a contiguous last dim are taken as they are if 16-byte aligned, others are
+            copied.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_kv divides num_heads: each KV
+            head serves num_heads / num_heads_kv query heads in a row (GQA; MQA with one KV head). v has the head_dim of
+            q and k, or 128 where they have 192.
         softmax_scale: factor on Q K^T, above 0; default 1 / sqrt(head_dim).
         causal: bottom-right aligned causal mask: query i sees keys 0 .. i + seqlen_k - seqlen_q.
         window_size: sliding window (left, right) in tokens: query i sees keys i + seqlen_k - seqlen_q - left ..
-            i + seqlen_k - seqlen_q + right. -1 or None is no limit on that side; with causal, right is 0 whatever it says.
+            i + seqlen_k - seqlen_q + right. -1 or None is no limit on that side; with causal, right is 0 whatever it
+            says.
         softcap: only 0.
         schedule: how the backward orders its work: a name (`cute-dash schedules` lists them), "module:ATTR", or a
             schedule object. Part of what the bits depend on; `last_schedule()` tells what ran.
         return_lse: also return LSE. It is differentiable; where it is -inf it is constant, and a gradient is not read.
         learnable_sink: (num_heads,), fp32, bf16 or fp16: for each query head one more logit, not scaled, that takes
-            probability but has no value, as in flash-attn-4. LSE is then the one with the sink, and of a query that sees
-            no key the sink; its out is 0 as ever. out is rounded twice. The gradient of the sink is a sum over the whole
-            batch in an order that depends on the shape alone.
+            probability but has no value, as in flash-attn-4. LSE is then the one with the sink, and of a query that
+            sees no key the sink; its out is 0 as ever. out is rounded twice. The gradient of the sink is a sum over the
+            whole batch in an order that depends on the shape alone.
 
     Returns:
-        out (batch, seqlen_q, num_heads, head_dim of v) in the dtype of q, or (out, LSE). With a batch or a length of 0 there is
-        nothing to compute: out is 0, and so are all gradients.
+        out (batch, seqlen_q, num_heads, head_dim of v) in the dtype of q, or (out, LSE). With a batch or a length of 0
+        there is nothing to compute: out is 0, and so are all gradients.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
@@ -95,8 +97,8 @@ def attention_backward(
         dlse: gradient of the LSE, like it; not read where the LSE is -inf. None: the LSE has none.
 
     Returns:
-        dq, dk, dv in the shapes of q, k, v, contiguous, in the input dtype. dk and dv add up over the query heads of their
-        KV head in fp32 and are rounded once.
+        dq, dk, dv in the shapes of q, k, v, contiguous, in the input dtype. dk and dv add up over the query heads of
+        their KV head in fp32 and are rounded once.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
@@ -140,8 +142,9 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_func` for sequences of different lengths, one behind the other.
 
-    Under one schedule and kind of mask the bits of a sequence's gradients depend on the sequence alone, wherever it is and
-    whatever is beside it. The greatest lengths choose the schedule of 'auto', and whether a window hides anything at all.
+    Under one schedule and kind of mask the bits of a sequence's gradients depend on the sequence alone, wherever it is
+    and whatever is beside it. The greatest lengths choose the schedule of 'auto', and whether a window hides anything
+    at all.
 
     Args:
         q: (total_q, num_heads, head_dim), dtype and strides as for `flash_attn_func`.
@@ -149,10 +152,10 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (number of sequences + 1,), int32, on the device of q: from 0, the starts of the
             sequences and the end of the last. A sequence may have other numbers of queries and keys, also none. The
             tensors may be longer: tokens behind the last sequence have out 0, LSE -inf and gradients 0.
-        max_seqlen_q, max_seqlen_k: no sequence is longer; an int, or a 0-d tensor, which is read (on the GPU: waited for).
-            Of CUDA tensors only the caller knows; nothing else is read back from the device.
-        softmax_scale, causal, window_size, softcap, return_lse, learnable_sink: as for `flash_attn_func`; each sequence has
-            its own mask. Tokens behind the last sequence see no sink either.
+        max_seqlen_q, max_seqlen_k: no sequence is longer; an int, or a 0-d tensor, which is read (on the GPU: waited
+            for). Of CUDA tensors only the caller knows; nothing else is read back from the device.
+        softmax_scale, causal, window_size, softcap, return_lse, learnable_sink: as for `flash_attn_func`; each sequence
+            has its own mask. Tokens behind the last sequence see no sink either.
         schedule: as for `flash_attn_func`, but only what needs one resident CTA for every length: 'auto' and
             'auto_invariant' choose among these, and shift and symmetric_shift are refused. One that is not shipped is
             proven for each pair of lengths, which are read back from the device.
@@ -196,8 +199,8 @@ def attention_varlen_backward(
     """`attention_backward` for sequences of different lengths, one behind the other.
 
     Args:
-        dout, out: (total_q, num_heads, head_dim of v), dtype of q; finite also for queries that see no key. dout may be None as
-            for `attention_backward`.
+        dout, out: (total_q, num_heads, head_dim of v), dtype of q; finite also for queries that see no key. dout may be
+            None as for `attention_backward`.
         lse: (num_heads, total_q), fp32, natural logarithm; dlse likewise.
         q, k, v, cu_seqlens_q and the others: as for `flash_attn_varlen_func`.
 

@@ -130,8 +130,9 @@ def record_order(
     count, batch_idx, head_idx, m_block, n_block, lock_value, seen, _ = stuck.tolist()
     if count:
         raise StuckError(
-            f"schedule {schedule.name!r}: {count} waits were given up, first the one of KV tile {n_block=} for its turn "
-            f"on dQ tile {m_block=} of {batch_idx=}, {head_idx=}: {lock_value=}, but the semaphore stayed at {seen}"
+            f"schedule {schedule.name!r}: {count} waits were given up, first the one of KV tile {n_block=} for its "
+            f"turn on dQ tile {m_block=} of {batch_idx=}, {head_idx=}: {lock_value=}, but the semaphore stayed at "
+            f"{seen}"
         )
     return gradients, record[..., 1:].view(shape.batch, shape.num_query_heads, shape.num_m_blocks, shape.num_n_blocks)
 
@@ -180,8 +181,8 @@ def _plan(
 def _empty(like: torch.Tensor, num_elements: int | None = None) -> torch.Tensor:
     """An uninitialised contiguous tensor: in the shape of another one, or flat with `num_elements`.
 
-    Under `torch.use_deterministic_algorithms` torch fills new tensors with NaN. The kernels write every element, so that
-    would only cost its bandwidth; a tensor made of a storage is not filled, but takes the host 3 us longer.
+    Under `torch.use_deterministic_algorithms` torch fills new tensors with NaN. The kernels write every element, so
+    that would only cost its bandwidth; a tensor made of a storage is not filled, but takes the host 3 us longer.
     """
     if torch.are_deterministic_algorithms_enabled() and _fill_settings.fill_uninitialized_memory:
         shape = like.shape if num_elements is None else (num_elements,)

@@ -2,8 +2,8 @@
 
 Functional ops with CPU (emulator), CUDA (libraries' forward, this package's backward kernel), fake and autograd
 registrations. Every implementation validates before it launches anything, so the raw ops are as safe as the functions
-in `cute_dash.interface`. An op's schema has no place for a Python object: a schedule travels as a string, see `spec_of`,
-and a window as the two ints window_left and window_right, -1 for no limit.
+in `cute_dash.interface`. An op's schema has no place for a Python object: a schedule travels as a string, see
+`spec_of`, and a window as the two ints window_left and window_right, -1 for no limit.
 
 Short attention calls are bound by what the host does for each, so that is kept small: the ops are defined with
 `torch.library.Library` (`custom_op` wraps each implementation in further checks), arguments that look like those of an
@@ -193,7 +193,8 @@ def _check_varlen(
 ) -> _CheckedVarlen:
     """`_check` with sequences of different lengths.
 
-    What is known of CPU tensors only, the values of cu_seqlens, is checked every time, as is a schedule that is not shipped.
+    What is known of CPU tensors only, the values of cu_seqlens, is checked every time, as is a schedule that is not
+    shipped.
     """
     cu_seqlens, max_seqlens = lengths
     spec = _schedules.get(schedule, schedule)
@@ -293,7 +294,7 @@ def attention_forward(
     schedule: str,
     learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, num_heads, head dim of v) and LSE (batch, num_heads, seqlen_q); `schedule` is the backward's."""
+    """out (batch, seqlen_q, num_heads, head_dim of v), LSE (batch, num_heads, seqlen_q); `schedule`: the backward's."""
     window_size = window_left, window_right
     tensors = _given(q, k, v, learnable_sink)
     checked = _check(validation.check_qkv, tensors, q, k, softmax_scale, causal, window_size, schedule)
@@ -803,8 +804,8 @@ def _aligned(checked: _Checked | _CheckedVarlen, *tensors: Tensor) -> Iterable[T
 def aligned(x: Tensor) -> Tensor:
     """`x` itself if TMA can read it, else a contiguous copy.
 
-    TMA wants a 16-byte aligned address, a contiguous last dim, and the other strides multiples of 16 bytes, positive and not
-    too large, as that of an extent 1 may be.
+    TMA wants a 16-byte aligned address, a contiguous last dim, and the other strides multiples of 16 bytes, positive
+    and not too large, as that of an extent 1 may be.
     The copy is a clone: `contiguous` would return a tensor whose only flaw is its address or the stride of an extent 1.
     """
     if _strides_fit(x) and x.data_ptr() % _ALIGNMENT == 0:

@@ -63,10 +63,10 @@ class ProblemShape:
         tile_m, tile_n: tokens a Q tile and a KV tile cover (Python ints, known when the kernel is compiled).
         causal: bottom-right aligned: query i sees keys 0 .. i + seqlen_k - seqlen_q (Python bool).
         window: limits on both sides, see `Window`; None for the full and the causal mask. Whether there is one is known
-            when the kernel is compiled, its sides are ints like the extents: at most seqlen_k - 1 and seqlen_q - 1, of the
-            greatest lengths where sequences differ.
-        group_size: query heads per KV head. A work tile walks its steps once for each of them, in the same order with the
-            same lock values, so a schedule need not know it.
+            when the kernel is compiled, its sides are ints like the extents: at most seqlen_k - 1 and seqlen_q - 1, of
+            the greatest lengths where sequences differ.
+        group_size: query heads per KV head. A work tile walks its steps once for each of them, in the same order with
+            the same lock values, so a schedule need not know it.
     """
 
     batch: int

@@ -209,8 +209,8 @@ def _load_attribute(spec: str) -> Schedule:
     own_module = f"{PACKAGE}.{schedule.name}"
     if schedule.name in _packaged() and type(schedule).__module__ != own_module:
         raise ValueError(
-            f"schedule={spec!r} calls itself {schedule.name!r}, which {PACKAGE}/{schedule.name}.py is; name and version say "
-            f"what the bits depend on, so it must have a name of its own"
+            f"schedule={spec!r} calls itself {schedule.name!r}, which {PACKAGE}/{schedule.name}.py is; name and "
+            f"version say what the bits depend on, so it must have a name of its own"
         )
     return schedule
 

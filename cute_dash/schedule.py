@@ -133,7 +133,7 @@ def get_stream_tile(n_block: int, stream: int, shape: ProblemShape) -> WorkTile:
 class DenseSchedule(CompileTimeHandle):
     """Defaults of an ordered, batch-invariant schedule: ascending loop, ascending accumulation.
 
-    For masks that leave a KV tile a range of m_blocks and a Q tile a range of n_blocks: full, causal and sliding windows.
+    For masks that leave a KV tile a range of m_blocks, a Q tile a range of n_blocks: full, causal, sliding windows.
 
     A subclass sets `name` and overrides the orders it changes. With these defaults every wait is on a tile claimed
     earlier, so one resident CTA is enough.

@@ -6,9 +6,9 @@
         ...  # models that call scaled_dot_product_attention
 
 While active, the CUDA kernels of torch's flash backend for dense tensors are replaced, forward and backward, until
-`torch.nn.attention.restore_flash_attention_impl()`. Which backend torch takes stays torch's choice: name it, as above, or
-another one may run. What this package does not support raises in the forward; nothing falls back. Not replaced: nested
-tensors and `torch.nn.attention.varlen`.
+`torch.nn.attention.restore_flash_attention_impl()`. Which backend torch takes stays torch's choice: name it, as above,
+or another one may run. What this package does not support raises in the forward; nothing falls back. Not replaced:
+nested tensors and `torch.nn.attention.varlen`.
 
 Tensors are (batch, num_heads, seqlen, head_dim) here, as torch has them; LSE is (batch, num_heads, seqlen_q).
 """
@@ -77,8 +77,8 @@ def _forward(
         raise ValueError(f"{return_debug_mask=} is not supported; allowed: False")
     if is_causal and query.shape[-2] != key.shape[-2]:
         raise ValueError(
-            f"{is_causal=} with {query.shape[-2]} queries and {key.shape[-2]} keys: torch aligns the mask top-left, this "
-            "package bottom-right; allowed: equal lengths, or call cute_dash.flash_attn_func"
+            f"{is_causal=} with {query.shape[-2]} queries and {key.shape[-2]} keys: torch aligns the mask top-left, "
+            "this package bottom-right; allowed: equal lengths, or call cute_dash.flash_attn_func"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = interface.flash_attn_func(q, k, v, scale, is_causal, return_lse=True)

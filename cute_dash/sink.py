@@ -5,7 +5,7 @@ With the LSE and out of attention without a sink,
     LSE' = logaddexp(LSE, sink)      out' = out * exp(LSE - LSE')
 
 and from these two the backward pass is that of attention: P = exp(S - LSE') are the probabilities of the keys, and
-dPsum = rowsum(dO * out') sums over keys alone, because the sink's value is 0. For the same reason the sink's own dP is 0:
+dPsum = rowsum(dO * out') sums over keys alone, because the sink's value is 0. So the sink's own dP is 0 likewise:
 
     dsink[head] = sum over batch and queries of exp(sink - LSE') * (dLSE' - dPsum)
 """

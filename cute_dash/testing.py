@@ -67,8 +67,8 @@ def attention_forward_ref(
     learnable_sink (num_heads,) is one more logit of each query, without a value.
 
     Returns:
-        out (batch, seqlen_q, num_heads, head dim of v) and LSE (batch, num_heads, seqlen_q), both fp64. A query that sees
-        no key has out 0 and LSE -inf, or the sink.
+        out (batch, seqlen_q, num_heads, head dim of v) and LSE (batch, num_heads, seqlen_q), both fp64. A query that
+        sees no key has out 0 and LSE -inf, or the sink.
     """
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     p, lse = _softmax(q.double(), k, softmax_scale, causal, window_size, learnable_sink)
@@ -89,8 +89,8 @@ def attention_backward_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention in fp64, from q, k, v alone (nothing rounded is taken from a forward pass).
 
-    With P = softmax(S) the Jacobian of a row is diag(P) - P P^T, so dS = P * (dP - rowsum(P * dP)). That of the LSE is P,
-    which with its gradient dlse (batch, num_heads, seqlen_q) adds P * dlse.
+    With P = softmax(S) the Jacobian of a row is diag(P) - P P^T, so dS = P * (dP - rowsum(P * dP)). That of the LSE is
+    P, which with its gradient dlse (batch, num_heads, seqlen_q) adds P * dlse.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v, fp64; rows of dq whose query sees no key are 0.
@@ -116,7 +116,7 @@ def sink_gradient_ref(
     learnable_sink: Tensor,
     dlse: Tensor | None = None,
 ) -> Tensor:
-    """Gradient (num_heads,) of a sink in fp64: the sum over all queries of p * (dlse - rowsum(P * dP)), p its probability."""
+    """Gradient (num_heads,) of a sink in fp64: over all queries, its probability times dlse - rowsum(P * dP)."""
     dout, q, k, v = dout.double(), q.double(), _repeat_heads(k, q), _repeat_heads(v, q)
     p, lse = _softmax(q, k, softmax_scale, causal, window_size, learnable_sink)
     dpsum = (p * torch.einsum("bmhd,bnhd->bhmn", dout, v)).sum(dim=-1)

@@ -30,15 +30,15 @@ _TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
 MAX_TILES = 2**30  # the kernel numbers tiles in 32 bits, and the sum of two numbers has to fit
 MAX_VARLEN_TILES = 2**23  # of a head: the kernel finds a sequence's statistics, 2**8 elements a tile, in 32 bits
 _MAX_SIDE = 2**31 - 1  # of a window: beyond every sequence, so no limit; larger numbers would not fit an op's schema
-# in the sequence dim of a tensor: two lengths and a tile add up in 32 bits, and with cu_seqlens the kernel tells the end of
-# a sequence by coordinates around 2**30
+# in the sequence dim of a tensor: two lengths and a tile add up in 32 bits, and with cu_seqlens the kernel tells the
+# end of a sequence by coordinates around 2**30
 MAX_TOKENS = 2**30 - 2**16
 _MAX_SCALE = torch.finfo(torch.float32).max
 _HOPPER = (9, 0)
 
 
 def check_scale(softmax_scale: float | None) -> None:
-    """None for the default, or a number above 0, finite in fp32: forward kernels take the row maximum before they scale.
+    """None for the default, or a number above 0, finite in fp32: forward kernels take the row maximum, then scale.
 
     Comparisons alone, so that torch.compile traces a scale that changes.
     """
@@ -100,10 +100,10 @@ def check_softcap(softcap: float) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, learnable_sink: Tensor | None = None) -> None:
-    """Shapes, dtypes and devices of q (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, num_heads_kv, ...).
+    """Shapes, dtypes, devices: q (batch, seqlen_q, num_heads, head_dim) and k, v (batch, seqlen_k, num_heads_kv, ...).
 
-    num_heads_kv divides num_heads. v has the head dim of q and k, or the pair is `UNEQUAL_HEAD_DIMS`. Batch and lengths may be
-    0. learnable_sink is (num_heads,).
+    num_heads_kv divides num_heads. v has the head dim of q and k, or the pair is `UNEQUAL_HEAD_DIMS`. Batch and lengths
+    may be 0. learnable_sink is (num_heads,).
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
@@ -221,7 +221,7 @@ def check_backward_tensors(
 
 
 def check_row_tensors(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> None:
-    """dout and out like q (..., seqlen_q, num_heads, head_dim) with the head dim of v, lse and dlse (..., num_heads, seqlen_q)."""
+    """dout, out like q (..., seqlen_q, num_heads, head_dim) with V's head dim; lse, dlse (..., num_heads, seqlen_q)."""
     *batch, seqlen_q, num_heads, _ = q.shape
     for name, x in (("out", out), ("dout", dout)):  # a dout that was not given is made like out
         _check_same(name, x, "q", q)
@@ -318,8 +318,8 @@ def resolve_varlen_schedule(
     num_tiles = longest.num_query_heads * per_head
     if num_tiles > MAX_TILES or per_head > MAX_VARLEN_TILES:
         raise ValueError(
-            f"{total_q} queries and {total_k} keys in {num_sequences} sequences of {longest.num_query_heads} heads make "
-            f"{num_tiles} tiles; allowed: at most {MAX_TILES}, and {MAX_VARLEN_TILES} of a head"
+            f"{total_q} queries and {total_k} keys in {num_sequences} sequences of {longest.num_query_heads} heads "
+            f"make {num_tiles} tiles; allowed: at most {MAX_TILES}, and {MAX_VARLEN_TILES} of a head"
         )
     schedule = load(spec) if isinstance(spec, str) else spec
     if isinstance(schedule, SelectingSchedule):
@@ -328,9 +328,9 @@ def resolve_varlen_schedule(
     _check_heads_per_group(schedule, longest)
     if not needs_one_cta(schedule):
         raise ValueError(
-            f"schedule={schedule.name!r} may need several resident CTAs, how many depends on lengths that only the device "
-            f"knows; allowed with cu_seqlens: 'auto', 'auto_invariant' and schedules that inherit min_resident_ctas and "
-            f"get_window from DenseSchedule"
+            f"schedule={schedule.name!r} may need several resident CTAs, how many depends on lengths that only the "
+            "device knows; allowed with cu_seqlens: 'auto', 'auto_invariant' and schedules that inherit "
+            f"min_resident_ctas and get_window from DenseSchedule"
         )
     return schedule
 
@@ -371,8 +371,8 @@ def _check_heads_per_group(schedule: Schedule, shape: ProblemShape) -> None:
         return
     if (num_tiles := schedule.heads_per_group * shape.num_n_blocks) > MAX_TILES:
         raise ValueError(
-            f"schedule={schedule.name!r} with heads_per_group={schedule.heads_per_group} has groups of {num_tiles} tiles; "
-            f"allowed: at most {MAX_TILES}, here heads_per_group={MAX_TILES // shape.num_n_blocks}"
+            f"schedule={schedule.name!r} with heads_per_group={schedule.heads_per_group} has groups of {num_tiles} "
+            f"tiles; allowed: at most {MAX_TILES}, here heads_per_group={MAX_TILES // shape.num_n_blocks}"
         )
 
 
@@ -410,8 +410,8 @@ def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
 def prove(schedule: Schedule, shape: ProblemShape) -> None:
     """Checks a schedule that this package's own tests do not, before a kernel hangs on it or adds in a wrong order.
 
-    Of a problem with more than MAX_PROVEN_STEPS steps a part is checked: fewer streams and, if one is still too long, two of
-    its query heads and its first tokens. It takes about a second.
+    Of a problem with more than MAX_PROVEN_STEPS steps a part is checked: fewer streams and, if one is still too long,
+    two of its query heads and its first tokens. It takes about a second.
 
     Raises:
         ScheduleError: a ValueError that names the first rule broken and where.

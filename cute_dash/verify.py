@@ -250,7 +250,7 @@ def plain(subject: Subject, num_runs: int) -> Iterator[Sample]:
 
 
 def other_batches(subject: Subject, num_runs: int) -> Iterator[Sample]:
-    """Batch-invariant schedules: the batch reversed, rotated, and each sequence alone keep the bits of each sequence."""
+    """Batch-invariant schedules: the batch reversed, rotated, each sequence alone keep the bits of each sequence."""
     if not subject.batch_invariant or subject.batch < 2:
         return
     everything = list(range(subject.batch))
@@ -530,7 +530,8 @@ def make_problems(
             problems.append((configuration, configuration.make_problem(device)))
         except UnsupportedShapeError as error:
             report.left_out.append(
-                f"{configuration.schedule} on head dim {configuration.head_dims}, {configuration.mask}: it {error.reason}"
+                f"{configuration.schedule} on head dim {configuration.head_dims}, {configuration.mask}: it "
+                f"{error.reason}"
             )
     return problems
 

@@ -1,8 +1,8 @@
 """The proof that the bits hold on a Hopper GPU: the conditions that a GPU can be in. Host; uses the current device.
 
-Every condition that can fail to come about says of each run whether it was seen to hold. No condition can hang by itself:
-whatever keeps the kernel waiting ends by itself after a bounded time, and a `Watchdog` ends the process if a call
-does not come back.
+Every condition that can fail to come about says of each run whether it was seen to hold. No condition can hang by
+itself: whatever keeps the kernel waiting ends by itself after a bounded time, and a `Watchdog` ends the process if a
+call does not come back.
 
 `python -m cute_dash.verify_gpu FILE` is what a fresh process runs, see `fresh_processes`.
 """
@@ -83,7 +83,7 @@ class Watchdog:
 
 
 def poisoned(subject: Subject, num_runs: int) -> Iterator[Sample]:
-    """The memory that outputs and workspace are about to get is filled first; held: the outputs were in filled memory."""
+    """Memory that outputs and workspace are about to get is filled first; held: the outputs were in filled memory."""
     _ = subject.expected  # allocated before
     sizes = list_allocations(subject.backward)
     fill_free_memory(sizes, FILLS[0])  # what has to be allocated anew for it is there for the runs
@@ -185,8 +185,8 @@ def hold_sms(count: int, hold_ms: float) -> Iterator[torch.cuda.Event]:
     """Keeps `count` SMs of the idle current device busy, for `hold_ms` and no longer; waits for their end on leaving.
 
     Yields:
-        an event that is complete when they are free again; at once where they could not all be had, as on a GPU that other
-        processes use.
+        an event that is complete when they are free again; at once where they could not all be had, as on a GPU that
+        other processes use.
     """
     torch.cuda.synchronize()
     held = torch.zeros(count, dtype=torch.int32, device="cuda")
@@ -254,8 +254,8 @@ def fresh_processes(
         environments: what to call a process, and its further environment variables.
 
     Yields:
-        (index of the problem, what that process got); the process hands back the gradients only where their digest is not
-        the expected one.
+        (index of the problem, what that process got); the process hands back the gradients only where their digest is
+        not the expected one.
 
     Raises:
         ProcessError: a process failed, with what it said.

@@ -1,7 +1,7 @@
 """Rewrites what is generated of determinism.md: `python -m docs.make_determinism` from the root of a checkout.
 
-Fills in what recorded runs found, from the JSON that `cute-dash verify-bits --json` and `python -m tests.fuzz --json` write
-into the folder `docs/results`; no GPU.
+Fills in what recorded runs found, from the JSON that `cute-dash verify-bits --json` and `python -m tests.fuzz --json`
+write into the folder `docs/results`; no GPU.
 """
 
 import json

@@ -101,8 +101,8 @@ def describe_pair(name: str, a: list[train_gpt.Row], b: list[train_gpt.Row]) -> 
     parting = train_gpt.find_parting(a, b)
     if parting is None:
         return (
-            f"Two runs of `{name}` are equal in every loss and in the hash of all weights after each of {len(a)} steps, "
-            f"at the end {a[-1].hash[:12]}."
+            f"Two runs of `{name}` are equal in every loss and in the hash of all weights after each of {len(a)} "
+            f"steps, at the end {a[-1].hash[:12]}."
         )
     gap = max(abs(float(x.loss) - float(y.loss)) for x, y in zip(a, b, strict=False))
     return f"Two runs of `{name}` have other weights from step {parting} on, and losses that are up to {gap:.2g} apart."

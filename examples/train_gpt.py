@@ -196,7 +196,7 @@ def compare(paths: list[str]) -> int:
 
 
 def plot(groups: list[list[str]], out: str) -> int:
-    """Draws groups of runs side by side: losses, distances from the first run of the group, crosses where runs part from it."""
+    """Draws groups of runs side by side: losses, distances to a group's first run, crosses where runs part from it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6) if len(groups) == 1 else (5 * len(groups), 5), layout="constrained")

@@ -1,7 +1,8 @@
 """NOT deterministic: dQ adds land whenever a CTA gets there, so the bits of dQ change from run to run.
 
 A comparator that shows what an order costs: the same kernel, loop and tile order as `shortest_first` (causal and
-windows) and `baseline` (full), without waiting. No selector ever chooses it. Its lock values only name the contributors.
+windows) and `baseline` (full), without waiting. No selector ever chooses it. Its lock values only name the
+contributors.
 
 Loop of 4 x 4 causal tiles (cell = m_block:lock_value):
 

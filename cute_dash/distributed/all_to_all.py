@@ -18,8 +18,8 @@ def check_heads(q: Tensor, k: Tensor, world_size: int) -> None:
     for name, what, x in (("q", "heads", q), ("k", "KV heads", k)):
         if x.shape[2] % world_size:
             raise ValueError(
-                f"{name} has {x.shape[2]} {what}; allowed with method='all_to_all': a multiple of the {world_size} ranks "
-                "of the mesh; method='ring' takes any number"
+                f"{name} has {x.shape[2]} {what}; allowed with method='all_to_all': a multiple of the {world_size} "
+                "ranks of the mesh; method='ring' takes any number"
             )
 
 

@@ -30,16 +30,17 @@ def context_parallel_attention(
     softcap: float = 0.0,
     schedule: "str | Schedule" = "auto",
 ) -> Tensor:
-    """Attention over sequences that are sharded over the ranks of `mesh`; every gradient has the same bits on every run.
+    """Attention over sequences that the ranks of `mesh` share; every gradient has the same bits on every run.
 
-    A collective call: every rank makes it, with tensors of the same shapes and with the same options. docs/distributed.md
-    has the order of every sum.
+    A collective call: every rank makes it, with tensors of the same shapes and with the same options.
+    docs/distributed.md has the order of every sum.
 
     Args:
         q: (batch, seqlen_q / n, num_heads, head_dim), this rank's part (`shard_sequence`) of a sequence over n ranks;
             otherwise as for `flash_attn_func`.
         k, v: (batch, seqlen_k / n, num_heads_kv, head_dim), likewise; with "ring" v has the head_dim of q and k.
-        mesh: the n ranks, one dimension; for example init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp"))["cp"].
+        mesh: the n ranks, one dimension; for example
+            init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp"))["cp"].
         method: "ring": K and V go around, any number of heads; causal needs seqlen_q = seqlen_k, and no window.
             "all_to_all": heads are traded for sequence, num_heads and num_heads_kv must be multiples of n.
         layout: which part a rank holds: "zigzag" (chunks r and 2 n - 1 - r of 2 n, which shares causal work evenly) or
@@ -51,8 +52,8 @@ def context_parallel_attention(
         this rank's part of out: (batch, seqlen_q / n, num_heads, head_dim of v) in the dtype of q.
 
     Raises:
-        TypeError, ValueError: on every rank alike, naming the argument, its value and what is allowed; before anything is
-            sent, but for a schedule that cannot order what "all_to_all" has gathered.
+        TypeError, ValueError: on every rank alike, naming the argument, its value and what is allowed; before anything
+            is sent, but for a schedule that cannot order what "all_to_all" has gathered.
     """
     place = get_place(mesh)
     _check(q, k, v, mesh, method, layout)
@@ -89,7 +90,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, method: str, layou
 def _check_no_window(window_size: tuple[int | None, int | None] | None) -> None:
     if window_size is not None and any(side not in (None, -1) for side in window_size):
         raise ValueError(
-            f"{window_size=}; allowed with method='ring': -1 or None on both sides; method='all_to_all' takes any window"
+            f"{window_size=}; allowed with method='ring': -1 or None on both sides; method='all_to_all' takes any "
+            "window"
         )
 
 

@@ -1,7 +1,7 @@
 """Sharding rules of the ops for DTensors: batch and heads stay sharded, everything else is replicated first.
 
-Host, with torch. Sequences of a batch and heads share nothing, so that each rank runs the op on its own ones and nothing
-is summed across ranks; with a batch-invariant schedule the gradients have the bits of one device.
+Host, with torch. Sequences of a batch and heads share nothing, so that each rank runs the op on its own ones and
+nothing is summed across ranks; with a batch-invariant schedule the gradients have the bits of one device.
 """
 
 import itertools
@@ -36,9 +36,9 @@ _INPUTS = {**dict.fromkeys(("dout", "q", "k", "v", "out"), _TOKENS), **dict.from
 def register_sharding_rules() -> None:
     """Lets `flash_attn_func` and `attention_backward` take DTensors. Once in a process is enough; more do nothing.
 
-    Shard(0), the batch, and Shard(2), the heads, are kept, on one mesh dimension or on several, if every rank gets as many
-    sequences, query heads and KV heads as the others. Any other placement is redistributed first, to whichever of these
-    or of Replicate() costs least. A learnable sink is refused: its gradient is a sum over ranks.
+    Shard(0), the batch, and Shard(2), the heads, are kept, on one mesh dimension or on several, if every rank gets as
+    many sequences, query heads and KV heads as the others. Any other placement is redistributed first, to whichever of
+    these or of Replicate() costs least. A learnable sink is refused: its gradient is a sum over ranks.
     """
     ops = torch.ops.cute_dash
     register_sharding(ops.attention_forward.default)(_make_rule(ops.attention_forward.default, (_TOKENS, _STATS)))

@@ -1,8 +1,8 @@
 """Ring attention: every rank keeps its queries, K and V go around, and sums are made in the order of the ring.
 
-Host, with torch. On n ranks there are n steps; in step t rank r has K and V of rank (r - t) mod n, and computes what its
-queries see of them, while the next K and V are on their way. The order of every sum follows from that and from nothing
-else; in particular not from which message arrives when:
+Host, with torch. On n ranks there are n steps; in step t rank r has K and V of rank (r - t) mod n, and computes what
+its queries see of them, while the next K and V are on their way. The order of every sum follows from that and from
+nothing else; in particular not from which message arrives when:
 
     sum         of                     starts with   then adds
     out, LSE    rank r's queries       r             r-1, r-2, ... r-n+1 (mod n): the rank that K and V are from
@@ -44,9 +44,9 @@ _ALL = slice(None)
 def get_block(rank: int, source: int, seqlen: int, causal: bool, layout: Layout) -> Block | None:
     """What the queries of `rank` see of the keys of `source`; None if nothing.
 
-    Causal, zigzag: the chunks of a rank are in the order of the sequence, so its own are a causal problem. Of an earlier
-    rank, all queries see the first chunk and none the second; all keys of a later rank are seen by the second chunk of
-    queries and none by the first. So every step but the first is half a full problem, on every rank.
+    Causal, zigzag: the chunks of a rank are in the order of the sequence, so its own are a causal problem. Of an
+    earlier rank, all queries see the first chunk and none the second; all keys of a later rank are seen by the second
+    chunk of queries and none by the first. So every step but the first is half a full problem, on every rank.
 
     Args:
         rank, source: ranks of the queries and of the keys.
@@ -108,8 +108,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> None:
     """Refuses what some rank could not do in some step, so that no rank is left waiting for another."""
     if options.causal and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"k has {k.shape[1]} tokens on each rank and q has {q.shape[1]}; allowed with method='ring' and causal=True: "
-            "as many"
+            f"k has {k.shape[1]} tokens on each rank and q has {q.shape[1]}; allowed with method='ring' and "
+            "causal=True: as many"
         )
     if options.layout == "zigzag" and options.causal and q.shape[1] % 2:
         raise ValueError(
@@ -117,8 +117,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> None:
         )
     if v.shape != k.shape:
         raise ValueError(
-            f"v has shape {tuple(v.shape)}; allowed with method='ring': that of k, {tuple(k.shape)}; method='all_to_all' takes "
-            "another head dim of v"
+            f"v has shape {tuple(v.shape)}; allowed with method='ring': that of k, {tuple(k.shape)}; "
+            "method='all_to_all' takes another head dim of v"
         )
     first, middle, last = 0, 1, 2  # every kind of block occurs on the middle one of three ranks
     sources = (middle,) if options.place.world_size == 1 else (middle, first, last)
@@ -172,7 +172,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 class _Rows(NamedTuple):
-    """What the backward pass reads of the queries; (batch, seqlen, num_heads, head_dim), LSE (batch, num_heads, seqlen)."""
+    """Of the queries, for the backward pass: (batch, seqlen, num_heads, head_dim), LSE (batch, num_heads, seqlen)."""
 
     dout: Tensor
     q: Tensor
@@ -215,7 +215,7 @@ _KV, _DKV = 0, 1  # tags: both are on their way at once
 
 
 def _go_around(kv: Tensor, place: Place) -> Iterator[tuple[int, Tensor]]:
-    """Each step and the K and V (2, batch, seqlen, num_heads_kv, head_dim) that are here in it; the next ones are coming."""
+    """Each step and its K and V (2, batch, seqlen, num_heads_kv, head_dim), while the next ones are coming."""
     for step in range(place.world_size):
         transfer = _Transfer(kv, place, _KV) if step + 1 < place.world_size else None
         yield step, kv

@@ -1,12 +1,12 @@
 """Hugging Face transformers: `attn_implementation="cute_dash"`, once `register()` has been called.
 
-Host, with torch and transformers. Two functions are registered: the attention of a layer, and the one that makes the mask
-of a forward pass. What a model asks for and cannot be had is refused in either: nothing is dropped, nothing falls back to
-another implementation.
+Host, with torch and transformers. Two functions are registered: the attention of a layer, and the one that makes the
+mask of a forward pass. What a model asks for and cannot be had is refused in either: nothing is dropped, nothing falls
+back to another implementation.
 
 Sequences of different lengths in one tensor, by a padding mask or packed behind each other, are run by
-`flash_attn_varlen_func`. The mask function describes them by *segments*, int (batch, seqlen_k): 0 for padding, and another
-number for each sequence of a row. A padding mask of ones and zeros is already that.
+`flash_attn_varlen_func`. The mask function describes them by *segments*, int (batch, seqlen_k): 0 for padding, and
+another number for each sequence of a row. A padding mask of ones and zeros is already that.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 def register(name: str = "cute_dash", *, schedule: "str | Schedule" = "auto") -> None:
     """Makes this package's attention known to transformers.
 
-    Afterwards `AutoModel.from_pretrained(..., attn_implementation=name)`, `from_config` and `model.set_attn_implementation`
-    take it. Registering a name again replaces it, also in models that use it already.
+    Afterwards `AutoModel.from_pretrained(..., attn_implementation=name)`, `from_config` and
+    `model.set_attn_implementation` take it. Registering a name again replaces it, also in models that use it already.
 
     Args:
         name: what models ask for.
@@ -140,8 +140,8 @@ def make_mask(
 
     Args:
         batch_size, q_length, kv_length: extents; queries start at q_offset, keys at kv_offset.
-        mask_function: which keys a query sees. Causal, causal with a sliding window (which the layers are told again), and
-            everything; each of the first two also with packed sequences.
+        mask_function: which keys a query sees. Causal, causal with a sliding window (which the layers are told again),
+            and everything; each of the first two also with packed sequences.
         attention_mask: (batch, kv_length or more), False or 0 for padding.
         device: of the mask.
 
@@ -155,8 +155,9 @@ def make_mask(
     packed = structure in _PACKED
     if not (packed or structure in _PLAIN):
         raise ValueError(
-            f"mask_function={mask_function.__qualname__} is not supported; allowed: causal, causal with a sliding window, "
-            "both with packed sequences, and bidirectional without a window; no overlays, chunks or bidirectional blocks"
+            f"mask_function={mask_function.__qualname__} is not supported; allowed: causal, causal with a sliding "
+            "window, both with packed sequences, and bidirectional without a window; no overlays, chunks or "
+            "bidirectional blocks"
         )
     if mask_function is not masking_utils.bidirectional_mask_function:
         _check_alignment(q_length, kv_length, int(q_offset), kv_offset)
@@ -167,7 +168,8 @@ def make_mask(
     attention_mask = attention_mask[:, -kv_length:]
     if attention_mask.shape != (batch_size, kv_length):
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: {(batch_size, kv_length)}, one value for each key"
+            f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: {(batch_size, kv_length)}, one value "
+            "for each key"
         )
     return None if attention_mask.all() else attention_mask.to(torch.int32)
 
@@ -176,8 +178,8 @@ def _check_alignment(q_length: int, kv_length: int, q_offset: int, kv_offset: in
     """The causal mask here is bottom-right aligned: the last query is in line with the last key."""
     if q_offset + q_length != kv_offset + kv_length:
         raise ValueError(
-            f"keys {kv_offset} .. {kv_offset + kv_length - 1} for queries {q_offset} .. {q_offset + q_length - 1}; allowed: "
-            "both end at the same token, as with a DynamicCache or no cache, but not with a StaticCache"
+            f"keys {kv_offset} .. {kv_offset + kv_length - 1} for queries {q_offset} .. {q_offset + q_length - 1}; "
+            "allowed: both end at the same token, as with a DynamicCache or no cache, but not with a StaticCache"
         )
 
 
@@ -229,7 +231,7 @@ def _get_packed_segments(
 
 
 class _Lengths(NamedTuple):
-    """Sequences behind each other in (batch * seqlen) tokens without the padding, as `flash_attn_varlen_func` takes them."""
+    """Sequences behind each other in (batch * seqlen) tokens without the padding, for `flash_attn_varlen_func`."""
 
     tokens_q: Tensor | None  # which of the batch * seqlen_q are no padding; None: all
     tokens_k: Tensor | None

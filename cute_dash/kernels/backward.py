@@ -65,8 +65,8 @@ class AttentionBackward:
 
         Args:
             mdO, mQ, mO, mdQ: (batch, seqlen_q, num_heads, head_dim), 16 bit; mdO and mO have head_dim_v.
-            mK, mV, mdK, mdV: (batch, seqlen_k, num_heads_kv, head_dim), 16 bit; num_heads_kv = num_heads unless grouped;
-                mV and mdV have head_dim_v.
+            mK, mV, mdK, mdV: (batch, seqlen_k, num_heads_kv, head_dim), 16 bit; num_heads_kv = num_heads unless
+                grouped; mV and mdV have head_dim_v.
             mLSE: (batch, num_heads, seqlen_q), fp32, natural log.
             mWorkspace: (WorkspaceLayout.size,), fp32, uninitialised.
             mRecord: debug builds: (batch * num_heads, num_m_blocks, num_n_blocks + 1), int32, zeros.

@@ -18,7 +18,7 @@ class QTile(NamedTuple):
 
 
 class Gmem(NamedTuple):
-    """Global tensors. Inputs and dK, dV are TMA tensors (seqlen, head_dim or head_dim_v, num_heads or num_heads_kv, batch).
+    """Global tensors. Inputs, dK, dV: TMA tensors (seqlen, head_dim or head_dim_v, num_heads or num_heads_kv, batch).
 
     num_streams = batch * num_heads; with grouped heads the streams of a KV head's query heads are neighbours. With
     sequences of different lengths num_streams = num_heads and num_m_blocks counts all sequences' tiles; what a role

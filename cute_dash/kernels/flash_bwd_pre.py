@@ -1,9 +1,9 @@
 """Before the main kernel: dPsum = rowsum(dO * O) [- dLSE] and LSE in the form that `stats` wants, and fresh turnstiles.
 
 One CTA per (m_block, stream). Memory bound: reads O and dO once. Rows beyond seqlen_q count as rows that see no key
-(LSE = -inf), with dPsum = 0. Such a row's LSE is constant: its dLSE is not read. Also resets the dQ semaphore of its tile and the claim counter; for an unordered schedule,
-whose additions find nothing stored before, it zeroes dQaccum. With sequences of different lengths it also zeroes the
-gradients that no work tile writes.
+(LSE = -inf), with dPsum = 0. Such a row's LSE is constant: its dLSE is not read. Also resets the dQ semaphore of its
+tile and the claim counter; for an unordered schedule, whose additions find nothing stored before, it zeroes dQaccum.
+With sequences of different lengths it also zeroes the gradients that no work tile writes.
 """
 
 from typing import NamedTuple

@@ -8,8 +8,8 @@ For a work tile (n_block of one stream) and each m_block it visits, in the sched
     (4) dQ   = dS K           (tile_m, head_dim)    added to the fp32 dQ tile in the schedule's accumulation order
     (5) dK  += dS^T Q         (tile_n, head_dim)    dS^T from registers, or by columns from shared memory
 
-The two consumer warpgroups share a step out by keys, each with 64 of the tile's 128, or, where dK and dV of 128 keys exceed
-the registers, by columns: (1) and (2) by queries, (3) to (5) by columns of the head dim, for all 64 keys.
+The two consumer warpgroups share a step out by keys, each with 64 of the tile's 128, or, where dK and dV of 128 keys
+exceed the registers, by columns: (1) and (2) by queries, (3) to (5) by columns of the head dim, for all 64 keys.
 
 Warp roles of a CTA (4 producer warps, then the consumer warpgroups):
 
@@ -19,8 +19,8 @@ Warp roles of a CTA (4 producer warps, then the consumer warpgroups):
                         Whoever adds last for a work tile claims the next one, and EVEN after a tile without steps
     MMA warpgroups      everything above, then dK and dV
 
-The last to add to a dQ tile finishes it: the store warp brings the sum so far into the staging buffer, the MMA warpgroups
-add theirs, scale and round, and what leaves is a dQ tile in the output dtype.
+The last to add to a dQ tile finishes it: the store warp brings the sum so far into the staging buffer, the MMA
+warpgroups add theirs, scale and round, and what leaves is a dQ tile in the output dtype.
 
 Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
 
@@ -34,14 +34,14 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
     dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer is theirs, and `sDuty` says what for
     dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial, or of dQ, is staged
 
-The tiles have head_dim_padded columns, those of V, dO and dV head_dim_v_padded. Where the tensors have less, the TMA loads
-zeros for the columns beyond, which add nothing to S and dP, and leaves out those of dQ, dK and dV when it stores.
+The tiles have head_dim_padded columns, those of V, dO and dV head_dim_v_padded. Where the tensors have less, the TMA
+loads zeros for the columns beyond, which add nothing to S and dP, and leaves out those of dQ, dK and dV when it stores.
 
-With several query heads per KV head (GQA, MQA) a work tile takes the schedule's steps for one query head after the other:
-dK and dV stay in registers for the whole group, and each query head has dQ tiles and turnstiles of its own.
+With several query heads per KV head (GQA, MQA) a work tile takes the schedule's steps for one query head after the
+other: dK and dV stay in registers for the whole group, and each query head has dQ tiles and turnstiles of its own.
 
-With sequences of different lengths (`varlen`) each sequence is ordered by the schedule as a batch of one, and their work
-tiles are claimed sequence by sequence; a role enters the sequence of its work index and then sees nothing else.
+With sequences of different lengths (`varlen`) each sequence is ordered by the schedule as a batch of one, and their
+work tiles are claimed sequence by sequence; a role enters the sequence of its work index and then sees nothing else.
 
 CTAs are persistent and claim work tiles from an atomic counter in tile order, each when it has nothing left to wait
 for, so a tile that waits for earlier-claimed tiles only can never wait for one that no CTA works on. The order of
@@ -478,12 +478,12 @@ class FlashAttentionBackwardSm90:
         """Claims the next work tile and hands its index to all warps; an index beyond the last ends them.
 
         Called when this CTA holds or has passed on every turn of its current tile: the last step's partial is staged,
-        which needed the staging buffer, which the step before gave back after its turn; or the tile has no step, and was
-        itself claimed under this condition. A tile claimed any earlier queues behind turns of the current one. That is
-        slow (claimed with the last loads, tiles waited for whole streams: 17x slower in a serial order), and where tiles
-        of a window wait for each other it can deadlock. `claim_early` does it all the same, a step earlier, where every
-        tile waits for earlier-claimed ones only: the tile of the least number that is not finished is then one that some
-        CTA works on, and nothing that it waits for is held up by a claim.
+        which needed the staging buffer, which the step before gave back after its turn; or the tile has no step, and
+        was itself claimed under this condition. A tile claimed any earlier queues behind turns of the current one. That
+        is slow (claimed with the last loads, tiles waited for whole streams: 17x slower in a serial order), and where
+        tiles of a window wait for each other it can deadlock. `claim_early` does it all the same, a step earlier, where
+        every tile waits for earlier-claimed ones only: the tile of the least number that is not finished is then one
+        that some CTA works on, and nothing that it waits for is held up by a claim.
         """
         work_idx = semaphore.claim_next(gmem.mCounter.iterator)
         if const_expr(extents.varlen):

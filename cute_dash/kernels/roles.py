@@ -20,8 +20,8 @@ class WarpRole(IntEnum):
 class NamedBarrierBwd(IntEnum):
     """Hardware barrier ids of a CTA; 0 belongs to sync_threads().
 
-    dQFull has one barrier per consumer warpgroup and step parity, dQEmpty and dQSum one per consumer warpgroup, dQFree one
-    per store warp.
+    dQFull has one barrier per consumer warpgroup and step parity, dQEmpty and dQSum one per consumer warpgroup, dQFree
+    one per store warp.
     """
 
     PdS = 1

@@ -1,8 +1,8 @@
 """The turnstile: global-memory counters that let CTAs add to one dQ tile in a fixed order (device).
 
 One counter per dQ tile, zero at launch. The work tile with lock value v waits until the counter reads v, adds its
-partial dQ and increments the counter. Where the main kernel finishes dQ, the last one loads the sum instead of adding to
-it, in the same place, and nobody waits for an increment.
+partial dQ and increments the counter. Where the main kernel finishes dQ, the last one loads the sum instead of adding
+to it, in the same place, and nobody waits for an increment.
 
 Why the bits cannot change, in terms of the PTX memory model. The addition is a bulk operation of the async proxy; the
 counter is accessed through the generic proxy. Contributor v, one lane:

@@ -5,12 +5,12 @@ everything that is counted in tiles has room for the worst case, and is found wi
 
 * `get_first_tile` numbers the tiles of all sequences; of each sequence at most one number stays unused.
 * The sequence of a tile is the last one whose first tile is not beyond it: `find_sequence`, a search by a whole warp.
-* A TMA tensor ends where the memory ends, not where a sequence does. `make_ragged` gives it three strides over tokens, so
-  that coordinates can be chosen (`view_ragged`) for which the bounds check of the hardware falls on the end of a sequence:
-  loads bring zeros beyond it, stores leave out what is beyond it, as in tensors of equal lengths.
+* A TMA tensor ends where the memory ends, not where a sequence does. `make_ragged` gives it three strides over tokens,
+  so that coordinates can be chosen (`view_ragged`) for which the bounds check of the hardware falls on the end of a
+  sequence: loads bring zeros beyond it, stores leave out what is beyond it, as in tensors of equal lengths.
 
-With its views a kernel works on one sequence as on a batch of one. The trick with the strides is that of Triton's ragged
-descriptors.
+With its views a kernel works on one sequence as on a batch of one. The trick with the strides is that of Triton's
+ragged descriptors.
 """
 
 from typing import NamedTuple

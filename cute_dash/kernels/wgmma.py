@@ -1,9 +1,9 @@
 """Shared-memory layouts, tiled MMAs and accumulator views of the backward kernels (trace time).
 
-All 16-bit operand tiles live in shared memory with their head dim (or, for P and dS, their keys) contiguous, in swizzled
-atoms of 8 rows x 64 elements, or fewer where the warpgroups share such columns out in parts that are not a multiple of
-64; the same bytes serve as K-major operand and, through `transpose_view`, as MN-major operand, so that no tile is stored
-twice.
+All 16-bit operand tiles live in shared memory with their head dim (or, for P and dS, their keys) contiguous, in
+swizzled atoms of 8 rows x 64 elements, or fewer where the warpgroups share such columns out in parts that are not a
+multiple of 64; the same bytes serve as K-major operand and, through `transpose_view`, as MN-major operand, so that no
+tile is stored twice.
 
 A warpgroup's accumulator of one 64-row atom is, per thread, ((2, 2, N/8), 1, 1): column pair, row pair (8 apart), and
 groups of 8 columns. Row = 16 * warp + lane / 4 + 8 * r; column = 8 * v + 2 * (lane % 4) + c.

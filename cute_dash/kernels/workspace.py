@@ -45,7 +45,8 @@ class WorkspaceLayout:
 def get_first_tile(start: int, sequence_idx: int, tile: int) -> int:
     """The number of the first tile of `tile` tokens of the sequence that starts at token `start`.
 
-    Without a prefix sum over the sequences before it: their tiles fit below, because floor(x + y) + 1 >= floor(x) + ceil(y).
+    Without a prefix sum over the sequences before it: their tiles fit below, because
+    floor(x + y) + 1 >= floor(x) + ceil(y).
     """
     return sequence_idx + start // tile
 
