@@ -369,8 +369,11 @@ class _BackwardRun:
 
 
 def _to_streams(x: Tensor) -> Tensor:
-    """(batch, seqlen, num_heads, head_dim) of any dtype to contiguous (batch, num_heads, seqlen, head_dim) fp32."""
-    return x.transpose(1, 2).float().contiguous()
+    """(batch, seqlen, num_heads, head_dim) of any dtype to contiguous (batch, num_heads, seqlen, head_dim) fp32.
+
+    Always a copy: bits of a CPU's matmul may depend on how its operands are aligned.
+    """
+    return x.transpose(1, 2).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _from_streams(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ LAYOUTS = {
     "wider heads": lambda x: _wide(x, 8, 8),
     "wider heads, 8 bytes off": lambda x: _wide(x, 4, 4),
     "rows of an odd length": lambda x: _wide(x, 0, 1),
-    "2 bytes off": lambda x: _moved(x, 1),
+    "one element off": lambda x: _moved(x, 1),
     "16 bytes off": lambda x: _moved(x, 8),
     "expanded heads": lambda x: x[..., :1, :].expand(x.shape),
     "expanded tokens": lambda x: x.narrow(-3, 0, 1).expand(x.shape),
