@@ -182,8 +182,8 @@ def num_stats_mmas(config):
     return 2 if config.stats_by_gemm else 0
 
 
-def converts_dQ(key):
-    """Whether the main kernel converts dQ, which takes an order: the last contributor must know that it is."""
+def finishes_dQ(key):
+    """Whether the main kernel finishes dQ, which takes an order: the last contributor must know that it is."""
     return key.config.fuse_dQ and key.schedule.ordered
 
 
@@ -246,7 +246,7 @@ def test_tma_tensors_end_at_head_dim_and_boxes_do_not(head_dims, varlen, monkeyp
 
 @every_build
 def test_kernels_of_a_call(key):
-    assert set(build_and_disassemble(key)) == {"pre", "main"} | (set() if converts_dQ(key) else {"post"})
+    assert set(build_and_disassemble(key)) == {"pre", "main"} | (set() if finishes_dQ(key) else {"post"})
 
 
 @every_release
@@ -416,7 +416,7 @@ def test_bulk_transfers(key):
     rank = "5D" if key.varlen else "4D"
     assert main.count(f"UTMALDG.{rank}") == main.count("UTMALDG") == sum(boxes[name] for name in ("Q", "K", "V", "dO"))
     # dK and dV lie like K and V; of a finished dQ tile there is a piece from each warpgroup, rows or columns of it
-    num_pieces = key.config.num_mma_warpgroups if converts_dQ(key) else 0
+    num_pieces = key.config.num_mma_warpgroups if finishes_dQ(key) else 0
     boxes_of_piece = boxes["dQ"] if key.config.tile_m == 128 else boxes["dQ"] // 2
     num_stores = boxes["K"] + boxes["V"] + num_pieces * boxes_of_piece
     assert main.count(f"UTMASTG.{rank}") == main.count("UTMASTG") == num_stores
@@ -425,7 +425,7 @@ def test_bulk_transfers(key):
     assert main.count("UBLKRED.G.S.ADD.F32.RN") == main.count("UBLKRED") == key.config.num_mma_warpgroups
     # the first contributor of an ordered schedule stores
     assert main.count("UBLKCP.G.S") == (key.config.num_mma_warpgroups if key.schedule.ordered else 0)
-    if not converts_dQ(key):
+    if not finishes_dQ(key):
         assert kernels["post"].count(f"UTMASTG.{rank}") == boxes["dQ"]
 
 
@@ -437,7 +437,7 @@ def test_turnstile(key):
         assert main.count("REDG") == main.count("LDG.E.STRONG") == main.count("MEMBAR.ALL.GPU") == 0
         return
     # the first look and the loop; once before an addition and once before the sum so far is loaded
-    assert main.count("LDG.E.STRONG.GPU") == (4 if converts_dQ(key) else 2)
+    assert main.count("LDG.E.STRONG.GPU") == (4 if finishes_dQ(key) else 2)
     # the additions have completed, the proxy fence, and the release: a fence and a reduction
     release = ["DEPBAR.LE", "FENCE.VIEW.ASYNC.G", "MEMBAR.ALL.GPU", "REDG.E.ADD.S32.STRONG.GPU"]
     assert main.count("MEMBAR.ALL.GPU") == main.count("REDG") == 1
