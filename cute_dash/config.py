@@ -183,7 +183,7 @@ class BwdConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA in bytes: stages of Q, dO, dS (and P), K, V, the fp32 dQ tile, row statistics."""
+        """Shared memory of one CTA in bytes: stages of Q, dO, dS, P, dK, dV; K, V, the fp32 dQ tile, row statistics."""
         element, fp32 = 2, 4
         q_elements, columns = self.tile_m * self.head_dim_padded, self.head_dim_padded + self.head_dim_v_padded
         q_do = self.num_stages * self.tile_m * columns * element
