@@ -5,11 +5,15 @@ of short sequences trains. The calls of torch's `scaled_dot_product_attention` a
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from bench.timing import Call
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BATCHES = 100
 CALLS_PER_BATCH = 20  # few enough that the device's queue never fills, which would make the host wait
@@ -54,8 +58,11 @@ def make_calls(device: str = "cuda") -> dict[str, Call]:
     heads_first = [t.transpose(1, 2) for t in leaves]
     out_of_torch = scaled_dot_product_attention(*heads_first, is_causal=True)
     dout_of_torch = x.dout.transpose(1, 2)
+    arguments = x.dout, x.q, x.k, x.v, out, lse
+    parts = make_parts(*arguments) if device == "cuda" else {}
     return {
-        "attention_backward": lambda: attention_backward(x.dout, x.q, x.k, x.v, out, lse, causal=True),
+        "attention_backward": lambda: attention_backward(*arguments, causal=True),
+        **parts,
         "backward by autograd": lambda: torch.autograd.grad(out_of_leaves, leaves, x.dout, retain_graph=True),
         "backward of torch's own": lambda: torch.autograd.grad(
             out_of_torch, heads_first, dout_of_torch, retain_graph=True
@@ -63,6 +70,21 @@ def make_calls(device: str = "cuda") -> dict[str, Call]:
         "flash_attn_func": lambda: flash_attn_func(x.q, x.k, x.v, causal=True),
         "flash_attn_func with gradients": lambda: flash_attn_func(*leaves, causal=True),
         "forward of torch's own": lambda: scaled_dot_product_attention(*heads_first, is_causal=True),
+    }
+
+
+def make_parts(dout: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", out: "Tensor", lse: "Tensor") -> dict[str, Call]:
+    """What a causal backward call cannot do without: its allocations and its launch, each alone."""
+    from cute_dash import launch
+    from cute_dash.validation import resolve_schedule
+
+    plan = launch.plan_backward(q, k, v, True, resolve_schedule("auto", q, k, True))
+    launched: list[object] = []
+    recording = replace(plan, kernel=lambda *arguments: launched.extend(arguments))
+    launch.run(recording, dout, q, k, v, out, lse, q.shape[-1] ** -0.5)
+    return {
+        "  its four allocations": lambda: (*map(launch._empty, (q, k, v)), launch._empty(lse, plan.workspace_elements)),
+        "  its launch": lambda: plan.kernel(*launched),
     }
 
 

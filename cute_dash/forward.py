@@ -156,25 +156,35 @@ def _flash_forward(
     window_size: tuple[int, int] = (-1, -1),
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, num_heads, _ = q.shape
-    _check_flash_limits(batch, batch * max(seqlen_q, k.shape[1]))
+    seqlen_k = k.shape[1]
+    _check_flash_limits(batch, batch * max(seqlen_q, seqlen_k))
     window_left, window_right = (None if side < 0 else side for side in window_size)
     if seqlen_q == 1:
         # for a single query FlashAttention-2 would take the query heads of a group for queries, and may split the keys
         k, v = (x.repeat_interleave(num_heads // x.shape[2], dim=2) for x in (k, v))
+    cum_seq_q = _cumulative(batch, seqlen_q, q.device)
     out, lse = _run_flash(
         *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)),
-        cum_seq_q=_cumulative(batch, seqlen_q, q.device),
-        cum_seq_k=_cumulative(batch, k.shape[1], q.device),
+        cum_seq_q=cum_seq_q,
+        cum_seq_k=cum_seq_q if seqlen_k == seqlen_q else _cumulative(batch, seqlen_k, q.device),  # a launch less
         max_q=seqlen_q,
-        max_k=k.shape[1],
+        max_k=seqlen_k,
         is_causal=causal,
         scale=softmax_scale,
         window_size_left=window_left,
         window_size_right=window_right,
     )
-    if lse.dim() == 2:  # (num_heads, batch * seqlen_q); older torch: (batch, num_heads, seqlen_q)
-        lse = lse.view(num_heads, batch, seqlen_q).transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    if lse.dim() == 2:  # older torch: (batch, num_heads, seqlen_q)
+        lse = _batch_first(lse, batch)
     return out.view(batch, seqlen_q, num_heads, -1), lse
+
+
+def _batch_first(lse: Tensor, batch: int) -> Tensor:
+    """(num_heads, batch * seqlen_q) as (batch, num_heads, seqlen_q), contiguous."""
+    num_heads = len(lse)
+    if 1 in (batch, num_heads):  # the order is the same: nothing to copy
+        return lse.view(batch, num_heads, -1)
+    return lse.view(num_heads, batch, -1).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
 def _run_flash(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

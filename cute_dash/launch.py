@@ -5,7 +5,6 @@ the debug calls.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -57,9 +56,8 @@ def backward(
     Returns:
         (dq, dk, dv), contiguous, of the inputs' shapes and dtype.
     """
-    causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
-    config = config or get_config(q.shape[-1], causal, window is not None, v.shape[-1])
-    return _launch((dout, q, k, v, out, lse, dlse), softmax_scale, config, window, schedule, None, None)
+    plan = plan_backward(q, k, v, causal, schedule, config, window_size=window_size, dlse=dlse is not None)
+    return run(plan, dout, q, k, v, out, lse, softmax_scale, dlse=dlse)
 
 
 def backward_varlen(
@@ -91,9 +89,10 @@ def backward_varlen(
         (dq, dk, dv), contiguous, of the inputs' shapes and dtype; 0 behind the last sequence.
     """
     config = get_config(q.shape[-1], causal, window is not None, v.shape[-1])
-    inputs = tuple(None if x is None else x.unsqueeze(0) for x in (dout, q, k, v, out, lse, dlse))
-    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    dq, dk, dv = _launch(inputs, softmax_scale, config, window, schedule, None, None, cu_seqlens)
+    dout, q, k, v, out, lse = (x.unsqueeze(0) for x in (dout, q, k, v, out, lse))
+    dlse = None if dlse is None else dlse.unsqueeze(0)
+    plan = _make_plan(q, k, config, window, schedule, num_sequences=len(cu_seqlens_q) - 1, dlse=dlse is not None)
+    dq, dk, dv = run(plan, dout, q, k, v, out, lse, softmax_scale, (cu_seqlens_q, cu_seqlens_k), dlse=dlse)
     return dq[0], dk[0], dv[0]
 
 
@@ -126,7 +125,8 @@ def record_order(
     record = torch.full(size, -1, dtype=torch.int32, device=q.device)
     record[..., 0] = 0
     stuck = torch.zeros(8, dtype=torch.int32, device=q.device)
-    gradients = _launch((dout, q, k, v, out, lse, None), softmax_scale, config, window, schedule, record, stuck)
+    plan = _make_plan(q, k, config, window, schedule, debug=True)
+    gradients = run(plan, dout, q, k, v, out, lse, softmax_scale, debug=(record, stuck))
     count, batch_idx, head_idx, m_block, n_block, lock_value, seen, _ = stuck.tolist()
     if count:
         raise StuckError(
@@ -138,12 +138,50 @@ def record_order(
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What a launch needs besides its tensors, the same for all calls of a shape."""
+class Plan:
+    """What a launch needs besides its tensors and the scale, the same for all calls of a shape."""
 
     kernel: CompiledBackward
     workspace_elements: int
+    window: tuple[int, int]  # a kernel without a window reads no sides
     num_ctas: int
+
+
+def plan_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    schedule: Schedule,
+    config: BwdConfig | None = None,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    dlse: bool = False,
+) -> Plan:
+    """The plan of a call of `backward` with these arguments, from memory for those of an earlier call.
+
+    Args:
+        dlse: whether there is one.
+    """
+    causal, window = normalize_mask(causal, window_size, q.shape[1], k.shape[1])
+    config = config or get_config(q.shape[-1], causal, window is not None, v.shape[-1])
+    return _make_plan(q, k, config, window, schedule, dlse=dlse)
+
+
+def _make_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    config: BwdConfig,
+    window: Window | None,
+    schedule: Schedule,
+    *,
+    debug: bool = False,
+    num_sequences: int | None = None,
+    dlse: bool = False,
+) -> Plan:
+    shapes = q.shape, k.shape, q.dtype
+    options = q.device.index, debug, num_sequences, dlse
+    return _plan(config, window, schedule, *shapes, *options)  # type: ignore[arg-type]  # a protocol cannot promise a hash
 
 
 @lru_cache(maxsize=1024)
@@ -158,7 +196,7 @@ def _plan(
     debug: bool,
     num_sequences: int | None,
     dlse: bool,
-) -> _Plan:
+) -> Plan:
     shape = config.make_shape_of(q_shape, k_shape, window)
     num_m_blocks, num_work_tiles = shape.num_m_blocks, shape.num_work_tiles
     if num_sequences is not None:
@@ -175,7 +213,7 @@ def _plan(
         debug=debug,
         dlse=dlse,
     )
-    return _Plan(get_backward(key), layout.size, min(num_sms(device_index), num_work_tiles))
+    return Plan(get_backward(key), layout.size, window or (0, 0), min(num_sms(device_index), num_work_tiles))
 
 
 def _empty(like: torch.Tensor, num_elements: int | None = None) -> torch.Tensor:
@@ -194,26 +232,30 @@ def _empty(like: torch.Tensor, num_elements: int | None = None) -> torch.Tensor:
     return like.new_empty(num_elements)
 
 
-def _launch(
-    inputs: Sequence[Any],
+def run(
+    plan: Plan,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     softmax_scale: float,
-    config: BwdConfig,
-    window: Window | None,
-    schedule: Schedule,
-    record: torch.Tensor | None,
-    stuck: torch.Tensor | None,
     cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    *,
+    dlse: torch.Tensor | None = None,
+    debug: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> Gradients:
-    *inputs, dlse = inputs
-    _, q, k, v, _, lse = inputs
-    num_sequences = None if cu_seqlens[0] is None else len(cu_seqlens[0]) - 1
-    device_index, debug = q.device.index, record is not None
-    shapes = q.shape, k.shape, q.dtype
-    options = device_index, debug, num_sequences, dlse is not None
-    plan = _plan(config, window, schedule, *shapes, *options)  # type: ignore[arg-type]  # a protocol cannot promise a hash
-    dq, dk, dv = (_empty(x) for x in (q, k, v))
+    """`backward` of tensors for which `plan` was made.
+
+    Args:
+        debug: of a debug build, the record of the order and the report of waits given up.
+    """
+    dq, dk, dv = _empty(q), _empty(k), _empty(v)
     workspace = _empty(lse, plan.workspace_elements)
-    scalars = softmax_scale, *(window or (0, 0)), plan.num_ctas  # a kernel without a window reads no sides
+    optional = *debug, *cu_seqlens, dlse
     with on_device(q.device):
-        plan.kernel(*inputs, dq, dk, dv, workspace, record, stuck, *cu_seqlens, dlse, *scalars)
+        plan.kernel(
+            dout, q, k, v, out, lse, dq, dk, dv, workspace, *optional, softmax_scale, *plan.window, plan.num_ctas
+        )
     return dq, dk, dv

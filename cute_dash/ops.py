@@ -12,6 +12,7 @@ earlier call are not checked again, and `run_op` leaves autograd out where no gr
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -99,16 +100,21 @@ def _describe(schedule: object) -> str:
     return f"{schedule=} is a {type(schedule).__name__}{lacks}"
 
 
-class _Checked(NamedTuple):
+@dataclass
+class _Checked:
     """What the options of a call come to, once everything has been checked.
 
     Attributes:
         strides_fit: the strides of all tensors but the LSE and its gradient are such as TMA can read.
+        has_pairs: there is a query and a key.
+        plan: of the backward kernel, from the first launch on.
     """
 
     softmax_scale: float
     record: ScheduleRecord
     strides_fit: bool
+    has_pairs: bool
+    plan: launch.Plan | None = None
 
 
 _checked: dict[tuple[Any, ...], _Checked] = {}
@@ -141,16 +147,17 @@ def _check(
     validation.check_scale(softmax_scale)
     window_size = validation.check_window_size(window_size)
     concrete = validation.resolve_schedule(spec, q, k, causal, window_size)
-    checked = _conclude(tensors, q, softmax_scale, schedule, concrete)
+    has_pairs = 0 not in (q.shape[0], q.shape[1], k.shape[1])
+    checked = _Checked(*_conclude(tensors, q, softmax_scale, schedule, concrete), has_pairs)
     _remember(_checked, key, checked)
     return checked
 
 
 def _conclude(
     tensors: tuple[Tensor, ...], q: Tensor, softmax_scale: float | None, requested: str, concrete: Schedule
-) -> _Checked:
-    """What `_check` returns for arguments that are good."""
-    return _Checked(
+) -> tuple[float, ScheduleRecord, bool]:
+    """softmax_scale, record and strides_fit of arguments that are good."""
+    return (
         1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
         ScheduleRecord(requested, concrete.name, concrete.version, concrete),
         all(_strides_fit(x) for x in tensors[:5]),
@@ -165,7 +172,7 @@ class _Lengths(NamedTuple):
 
 
 class _CheckedVarlen(NamedTuple):
-    """`_Checked` with sequences of different lengths.
+    """What `_Checked` is, with sequences of different lengths.
 
     Attributes:
         longest: a sequence of the greatest lengths, with the mask that is compiled in for all.
@@ -298,7 +305,7 @@ def attention_forward(
     window_size = window_left, window_right
     tensors = _given(q, k, v, learnable_sink)
     checked = _check(validation.check_qkv, tensors, q, k, softmax_scale, causal, window_size, schedule)
-    if _has_no_pair(q, k):
+    if not checked.has_pairs:
         out, lse = _see_nothing(q, v)
     else:
         out, lse = emulator.forward(q, k, v, checked.softmax_scale, causal, window_size)
@@ -320,7 +327,7 @@ def _forward_cuda(
     window_size = window_left, window_right
     tensors = _given(q, k, v, learnable_sink)
     checked = _check(validation.check_qkv, tensors, q, k, softmax_scale, causal, window_size, schedule)
-    if _has_no_pair(q, k):
+    if not checked.has_pairs:
         out, lse = _see_nothing(q, v)
     else:
         q, k, v = _aligned(checked, q, k, v)
@@ -331,11 +338,6 @@ def _forward_cuda(
 
 def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(x for x in tensors if x is not None)
-
-
-def _has_no_pair(q: Tensor, k: Tensor) -> bool:
-    """Whether there is no pair of a query and a key in q, k (batch, seqlen, num_heads, head_dim)."""
-    return 0 in (q.shape[0], q.shape[1], k.shape[1])
 
 
 def _see_nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -387,14 +389,13 @@ def attention_backward(
     window_size = window_left, window_right
     tensors = _given(dout, q, k, v, out, lse, dlse)
     checked = _check(validation.check_backward_tensors, tensors, q, k, softmax_scale, causal, window_size, schedule)
-    scale, record, _ = checked
     grads: Any
-    if _has_no_pair(q, k):
+    if not checked.has_pairs:
         grads = _zeros(q, k, v)
     else:
-        options = scale, causal, record.schedule
+        options = checked.softmax_scale, causal, checked.record.schedule
         grads = emulator.backward(dout, q, k, v, out, lse, *options, window_size=window_size, dlse=dlse)
-    _record(record)
+    _record(checked.record)
     return grads  # type: ignore[no-any-return]
 
 
@@ -416,16 +417,17 @@ def _backward_cuda(
     window_size = window_left, window_right
     tensors = _given(dout, q, k, v, out, lse, dlse)
     checked = _check(validation.check_backward_tensors, tensors, q, k, softmax_scale, causal, window_size, schedule)
-    scale, record, _ = checked
     grads: Any
-    if _has_no_pair(q, k):
+    if not checked.has_pairs:
         grads = _zeros(q, k, v)
     else:
+        if checked.plan is None:
+            options = causal, checked.record.schedule
+            checked.plan = launch.plan_backward(q, k, v, *options, window_size=window_size, dlse=dlse is not None)
         dout, q, k, v, out = _aligned(checked, dout, q, k, v, out)
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-        options = scale, causal, record.schedule
-        grads = launch.backward(dout, q, k, v, out, lse, *options, window_size=window_size, dlse=dlse)
-    _record(record)
+        grads = launch.run(checked.plan, dout, q, k, v, out, lse, checked.softmax_scale, dlse=dlse)
+    _record(checked.record)
     return grads  # type: ignore[no-any-return]
 
 

@@ -1,5 +1,6 @@
 """The bench without a GPU: formulas, gate, timing on a fake clock, results file, tables, command line."""
 
+import contextlib
 import csv
 import json
 import math
@@ -32,9 +33,9 @@ from bench.reference import Inputs, choose_streams, make_yardstick, reference_gr
 from bench.results import FAILED, NOT_APPLICABLE, Key, Results, Untimed, check_same_environment, merge
 from bench.runner import Plan, Run, make_record, with_ratios
 from bench.timing import BurstPlan, Timing, order_in_round, time_burst, time_sustained
-from cute_dash import registry
+from cute_dash import launch, registry
 from cute_dash.config import get_config
-from cute_dash.testing import why_no_hopper
+from cute_dash.testing import random_inputs, why_no_hopper
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -1255,6 +1256,24 @@ def test_host_calls_are_calls_of_this_package():
     for a, b in zip(results["attention_backward"], results["backward by autograd"], strict=True):
         assert torch.equal(a, b)
     assert torch.equal(results["flash_attn_func"], results["flash_attn_func with gradients"])
+
+
+def test_the_parts_of_a_host_call_are_those_of_a_launch(monkeypatch):
+    launched = []
+    monkeypatch.setattr(launch, "get_backward", lambda key: lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(launch, "num_sms", lambda device_index: 10)
+    monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
+    launch._plan.cache_clear()
+    x = random_inputs(1, 64, 64, 1, 64, dtype=torch.bfloat16)
+    tensors = x.dout, x.q, x.k, x.v, x.q.clone(), torch.zeros(1, 1, 64)
+    parts = host.make_parts(*tensors)
+    assert not launched
+    results = {name.strip(): call() for name, call in parts.items()}
+    launch._plan.cache_clear()
+    (arguments,) = launched
+    assert all(a is b for a, b in zip(tensors, arguments, strict=False))
+    allocated = results["its four allocations"]
+    assert [x.shape for x in allocated] == [x.shape for x in arguments[6:10]]
 
 
 def test_host_times_need_a_hopper(capsys):

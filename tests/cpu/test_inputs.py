@@ -68,6 +68,7 @@ def test_tma_gets_what_it_can_read(name, layout, varlen, monkeypatch):
     monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
     run = ops._varlen_backward_cuda if varlen else ops._backward_cuda
     monkeypatch.setattr(ops, "run_op", lambda op, *arguments: run(*arguments))
+    monkeypatch.setattr(ops, "_checked", {})
     launch._plan.cache_clear()
     tensors[name] = x = LAYOUTS[layout](tensors[name])
     (attention_varlen_backward if varlen else attention_backward)(*tensors.values(), *lengths)

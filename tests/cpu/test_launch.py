@@ -142,6 +142,22 @@ def test_arguments_that_look_alike_are_checked_once(launches_of_op, monkeypatch)
     assert len(checks) == 2
 
 
+def test_a_plan_is_made_once_for_arguments_that_look_alike(launches_of_op, monkeypatch):
+    plans = []
+    make = launch.plan_backward
+    monkeypatch.setattr(
+        launch, "plan_backward", lambda *args, **options: plans.append(options) or make(*args, **options)
+    )
+    for seqlen, dlse in ((40, False), (40, True), (300, False)) * 2:
+        arguments = make_arguments(seqlen)
+        attention_backward(**arguments, dlse=arguments["lse"] if dlse else None)
+        key, launched = launches_of_op.pop()
+        assert key.dlse == dlse
+        num_m_blocks = -(-seqlen // key.config.tile_m)
+        assert launched[9].numel() == WorkspaceLayout(1, num_m_blocks, key.config).size
+    assert [options["dlse"] for options in plans] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [

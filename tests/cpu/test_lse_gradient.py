@@ -287,6 +287,7 @@ def test_a_build_of_its_own_where_there_is_a_gradient_of_the_lse(monkeypatch):
     monkeypatch.setattr(launch, "num_sms", lambda device_index: 10)
     monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ops, "run_op", lambda op, *arguments: ops._backward_cuda(*arguments))
+    monkeypatch.setattr(ops, "_checked", {})
     launch._plan.cache_clear()
     x, dlse = inputs(num_heads_kv=4, dtype=torch.bfloat16)
     lse = torch.zeros(2, 4, 130)

@@ -584,6 +584,23 @@ def test_library_forward_repairs_queries_without_keys(monkeypatch, junk):
         assert torch.equal(actual, wanted)
 
 
+@pytest.mark.parametrize("seqlen_k", [5, 7])
+@pytest.mark.parametrize(("batch", "num_heads"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_sequences_of_one_length_go_to_flash_attention_one_behind_the_other(batch, num_heads, seqlen_k, monkeypatch):
+    q, k = torch.zeros(batch, 5, num_heads, 64), torch.zeros(batch, seqlen_k, num_heads, 64)
+    lse = torch.arange(batch * num_heads * 5.0).view(batch, num_heads, 5)
+    starts = []
+
+    def run(q, k, v, cum_seq_q, cum_seq_k, **options):
+        starts.extend((cum_seq_q.tolist(), cum_seq_k.tolist()))
+        return q, lse.transpose(0, 1).reshape(num_heads, batch * 5)
+
+    monkeypatch.setattr(forward, "_run_flash", run)
+    out, batch_first = forward._flash_forward(q, k, k, 0.1, False)
+    assert starts == [[5 * i for i in range(batch + 1)], [seqlen_k * i for i in range(batch + 1)]]
+    assert out.shape == q.shape and torch.equal(batch_first, lse) and batch_first.stride() == lse.stride()
+
+
 @MASKS
 @pytest.mark.parametrize("seqlen_q", [40, 1])
 @pytest.mark.parametrize("num_heads_kv", [4, 2])

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -376,3 +378,9 @@ def test_the_part_that_is_proven_keeps_the_group_or_some_of_it():
 def test_softcap_must_be_a_number(softcap):
     with pytest.raises(TypeError, match="softcap"):
         validation.check_softcap(softcap)
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, np.float32(0), np.int64(0), Fraction(0)], ids=repr)
+def test_numbers_of_any_kind_are_numbers(zero):
+    validation.check_softcap(zero)
+    validation.check_scale(zero + 1)

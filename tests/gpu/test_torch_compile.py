@@ -128,7 +128,7 @@ def count_calls(monkeypatch):
         return call
 
     monkeypatch.setattr(forward, "forward", counted("forward", forward.forward))
-    monkeypatch.setattr(launch, "backward", counted("backward", launch.backward))
+    monkeypatch.setattr(launch, "run", counted("backward", launch.run))
     return counts
 
 
