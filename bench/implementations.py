@@ -299,8 +299,7 @@ def _our_candidates(
                 labels[schedule] = _label(schedule, spec, labels.values())
     prepare = _prepare_ours_varlen if cell.varlen else _prepare_ours
     candidates = [
-        Candidate(Key(OURS, _mode(s), change.label(label)), prepare(s, config, cell))
-        for s, label in labels.items()
+        Candidate(Key(OURS, _mode(s), change.label(label)), prepare(s, config, cell)) for s, label in labels.items()
     ]
     return candidates, untimed
 
