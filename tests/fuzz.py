@@ -542,7 +542,8 @@ def check_accuracy(case: Case, inputs: Inputs, grads: tuple[torch.Tensor, ...], 
         assert grad.shape == x.shape and grad.dtype == x.dtype, f"{name} is {tuple(grad.shape)} {grad.dtype}"
         assert grad.is_contiguous(), f"{name} has strides {grad.stride()}"
         if ref.any():
-            tally.note_ratio(assert_accurate(grad, ref, comparator, name, factor), case, name)
+            ratio = assert_accurate(grad, ref, comparator, name, factor)
+            tally.note_ratio(ratio * BUDGET / factor, case, name)  # how much of what is allowed, in terms of BUDGET
         else:
             noise, allowed = float(grad.double().norm()), bound_noise(case, dout, v, k if name == "dq" else q)
             assert noise <= allowed, (
