@@ -221,7 +221,7 @@ def _selected_schedules(args: argparse.Namespace) -> list[str]:
 
 
 def _selected_cells(args: argparse.Namespace) -> list[Cell]:
-    options = (args.batch, args.heads, args.dtype, args.kv_heads, args.head_dim_v)
+    options = (args.batch, args.heads, args.dtype, args.kv_heads, args.head_dim_v, args.varlen)
     selected = list_cells(args.head_dim, args.mask, args.seqlen, *options)
     for cell in selected:
         cell.shipped_config()  # refuses a head dim of V that does not go with that of Q and K
@@ -230,7 +230,8 @@ def _selected_cells(args: argparse.Namespace) -> list[Cell]:
 
 def _is_selected(cell: Cell, args: argparse.Namespace) -> bool:
     is_head_dim = cell.head_dim in args.head_dim and args.head_dim_v in (None, cell.value_dim)
-    return is_head_dim and cell.mask in args.mask and cell.seqlen in args.seqlen
+    # the model knows sequences of one length
+    return is_head_dim and cell.mask in args.mask and cell.seqlen in args.seqlen and not cell.varlen
 
 
 def _log(started_s: float, line: str) -> None:
@@ -267,6 +268,11 @@ def _add_what(group: Any) -> None:
     group.add_argument("--batch", type=int, help="default: 16384 / seqlen")
     group.add_argument("--heads", type=int, help="default: 2048 / head dim")
     group.add_argument("--kv-heads", type=int, help="a divisor of heads; default: as many as heads")
+    group.add_argument(
+        "--varlen",
+        action="store_true",
+        help="packed sequences of different lengths with cu_seqlens: as many tokens, seqlen is their mean",
+    )
     group.add_argument("--dtype", choices=cells.DTYPES, default="bf16", help="default: %(default)s")
     group.add_argument("--schedule", default="all", help="comma-separated names or module:ATTR; all (default), none")
     group.add_argument(

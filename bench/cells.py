@@ -3,8 +3,10 @@
 Host only; no torch. Lengths in tokens, sizes in bytes, times in ms.
 """
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cute_dash.config import TUNED_HEAD_DIMS, BwdConfig, describe_head_dims, get_config
 from cute_dash.problem import ProblemShape, normalize_mask
@@ -16,11 +18,15 @@ DTYPES = ("bf16", "fp16")
 TOKENS = 16384  # batch * seqlen of a standard cell
 MODEL_DIM = 2048  # heads * head_dim of a standard cell
 ELEMENT_BYTES = 2  # bf16 and fp16 alike
+LENGTHS_SEED = 0  # of the lengths of a varlen cell
 
 
 @dataclass(frozen=True)
 class Cell:
     """One shape of the backward call; query and key lengths are equal, and so are their heads unless kv_heads is given.
+
+    A varlen cell has sequences of different lengths, packed one behind the other: those of `draw_lengths`, whose mean is
+    seqlen, so that it has the tokens of the cell without.
 
     Raises:
         ValueError: an extent below 1, KV heads that do not divide the heads, or a mask or dtype that is not known.
@@ -34,6 +40,7 @@ class Cell:
     dtype: str = "bf16"
     kv_heads: int | None = None
     head_dim_v: int | None = None  # of v and out, where it is not head_dim
+    varlen: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "value_dim", "seqlen", "batch", "heads", "num_kv_heads"):
@@ -64,6 +71,11 @@ class Cell:
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return draw_lengths(self.batch, self.seqlen) if self.varlen else (self.seqlen,) * self.batch
+
+    @property
     def label(self) -> str:
         """Short name for tables; batch and heads appear only where they are not the standard ones."""
         standard = standard_cell(self.head_dim, self.mask, self.seqlen)
@@ -73,22 +85,24 @@ class Cell:
             label += f" b{self.batch} h{self.heads}"
         if self.num_kv_heads != self.heads:
             label += f" kv{self.kv_heads}"
+        if self.varlen:
+            label += " varlen"
         return label if self.dtype == "bf16" else f"{label} {self.dtype}"
 
     @property
     def flops(self) -> float:
         """Matmuls of 2*S*S*D each per stream, three of Q and K's D, two of V's; half of it under the causal mask.
 
-        Under a window 2*D for each pair of a query and a key that it sees.
+        Under a window 2*D for each pair of a query and a key that it sees. Summed over the sequences of a varlen cell.
         """
-        return 2.0 * self.batch * self.heads * self._num_pairs() * (3 * self.head_dim + 2 * self.value_dim)
+        pairs = sum(map(self._num_pairs, self.lengths))
+        return 2.0 * self.heads * pairs * (3 * self.head_dim + 2 * self.value_dim)
 
-    def _num_pairs(self) -> float:
-        """(query, key) pairs of a stream that the FLOPs count."""
-        left, right = (self.seqlen - 1 if side < 0 else min(side, self.seqlen - 1) for side in self.window_size)
-        hidden = sum(n * (n + 1) / 2 for n in (self.seqlen - 1 - left, self.seqlen - 1 - right))
-        pairs = self.seqlen**2 - hidden
-        return self.seqlen**2 / 2 if self.causal else pairs
+    def _num_pairs(self, seqlen: int) -> float:
+        """(query, key) pairs of a head of one sequence that the FLOPs count."""
+        left, right = (seqlen - 1 if side < 0 else min(side, seqlen - 1) for side in self.window_size)
+        hidden = sum(n * (n + 1) / 2 for n in (seqlen - 1 - left, seqlen - 1 - right))
+        return seqlen**2 / 2 if self.causal else seqlen**2 - hidden
 
     @property
     def tensor_bytes(self) -> int:
@@ -128,13 +142,16 @@ class Cell:
     def problem_shape(self, config: BwdConfig | None = None) -> ProblemShape:
         """The shape as a schedule sees it, in the tiles of `config` or of the shipped one.
 
+        Of a varlen cell the longest sequence: by it the op chooses schedule and kind of mask for all.
+
         Raises:
             ValueError: a head dim that the kernel does not have.
         """
         config = config or self.shipped_config()
-        _, window = normalize_mask(self.causal, self.window_size, self.seqlen, self.seqlen)
+        batch, seqlen = 1 if self.varlen else self.batch, max(self.lengths)
+        _, window = normalize_mask(self.causal, self.window_size, seqlen, seqlen)
         group_size = self.heads // self.num_kv_heads
-        return config.make_shape(self.batch, self.num_kv_heads, self.seqlen, self.seqlen, window, group_size)
+        return config.make_shape(batch, self.num_kv_heads, seqlen, seqlen, window, group_size)
 
     def shipped_config(self) -> BwdConfig:
         """What the kernel is compiled with for this cell.
@@ -142,8 +159,20 @@ class Cell:
         Raises:
             ValueError: a head dim that the kernel does not have.
         """
-        causal, window = normalize_mask(self.causal, self.window_size, self.seqlen, self.seqlen)
+        causal, window = normalize_mask(self.causal, self.window_size, max(self.lengths), max(self.lengths))
         return get_config(self.head_dim, causal, window is not None, self.head_dim_v)
+
+
+@lru_cache
+def draw_lengths(batch: int, seqlen: int, seed: int = LENGTHS_SEED) -> tuple[int, ...]:
+    """`batch` lengths of mean `seqlen`: pairs (seqlen - d, seqlen + d), a last one without a pair.
+
+    d is uniform in 0 .. 7/8 seqlen, so that a length is 1/8 to 15/8 of the mean; the same for a seed with every Python.
+    """
+    rng = random.Random(seed)
+    offsets = [int(rng.random() * seqlen * 7 / 8) for _ in range(batch // 2)]
+    pairs = [(seqlen - offset, seqlen + offset) for offset in offsets]
+    return (*(length for pair in pairs for length in pair), *(seqlen,) * (batch % 2))
 
 
 def standard_cell(
@@ -155,12 +184,14 @@ def standard_cell(
     dtype: str = "bf16",
     kv_heads: int | None = None,
     head_dim_v: int | None = None,
+    varlen: bool = False,
 ) -> Cell:
     """A cell at 16,384 tokens and heads * head_dim = 2,048 (at least one sequence, one head) unless told otherwise."""
     batch = max(1, TOKENS // max(1, seqlen)) if batch is None else batch
     heads = max(1, MODEL_DIM // max(1, head_dim)) if heads is None else heads
     kv_heads = None if kv_heads == heads else kv_heads
-    return Cell(head_dim, mask, seqlen, batch, heads, dtype, kv_heads, None if head_dim_v == head_dim else head_dim_v)
+    head_dim_v = None if head_dim_v == head_dim else head_dim_v
+    return Cell(head_dim, mask, seqlen, batch, heads, dtype, kv_heads, head_dim_v, varlen)
 
 
 def list_cells(
@@ -172,11 +203,12 @@ def list_cells(
     dtype: str = "bf16",
     kv_heads: int | None = None,
     head_dim_v: int | None = None,
+    varlen: bool = False,
 ) -> list[Cell]:
     """All combinations; by default the 24 standard cells."""
     seqlens = list(seqlens)
     masks = list(masks)
-    options = (batch, heads, dtype, kv_heads, head_dim_v)
+    options = (batch, heads, dtype, kv_heads, head_dim_v, varlen)
     return [standard_cell(d, m, s, *options) for d in head_dims for m in masks for s in seqlens]
 
 

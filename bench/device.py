@@ -12,9 +12,10 @@ import torch
 import cute_dash
 from bench.cells import Cell
 from bench.implementations import PEERS
-from bench.reference import Inputs, Yardstick, make_yardstick
+from bench.reference import Inputs, Yardstick, make_cu_seqlens, make_yardstick
 from bench.timing import BurstPlan, Call, Clock, Timing, time_burst, time_sustained
-from cute_dash.forward import forward
+from cute_dash.forward import forward, forward_varlen
+from cute_dash.problem import normalize_mask
 
 GEMM_EXTENT = 8192
 COPY_BYTES = 1 << 30
@@ -105,12 +106,16 @@ def random_inputs(cell: Cell, seed: int) -> Inputs:
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(heads: int, head_dim: int) -> torch.Tensor:
-        extents = (cell.batch, cell.seqlen, heads, head_dim)
+        tokens = (sum(cell.lengths),) if cell.varlen else (cell.batch, cell.seqlen)
+        extents = (*tokens, heads, head_dim)
         return torch.randn(extents, generator=generator, device="cuda", dtype=_DTYPES[cell.dtype])
 
     q, k = normal(cell.heads, cell.head_dim), normal(cell.num_kv_heads, cell.head_dim)
     v, dout = normal(cell.num_kv_heads, cell.value_dim), normal(cell.heads, cell.value_dim)
     scale = 1 / math.sqrt(cell.head_dim)
+    if cell.varlen:
+        out, lse = _varlen_forward(cell, q, k, v, scale)
+        return Inputs(q, k, v, out, dout, lse, scale, cell.causal, cell.window_size, cell.lengths)
     if cell.window_size != (-1, -1) or cell.value_dim != cell.head_dim:
         out, lse = forward(q, k, v, scale, cell.causal, cell.window_size)
         return Inputs(q, k, v, out, dout, lse, scale, cell.causal, cell.window_size)
@@ -120,6 +125,14 @@ def random_inputs(cell: Cell, seed: int) -> Inputs:
     )
     lse = lse[:, :, : cell.seqlen].contiguous()
     return Inputs(q, k, v, out.transpose(1, 2).contiguous(), dout, lse, scale, cell.causal)
+
+
+def _varlen_forward(
+    cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_seqlens, longest = make_cu_seqlens(cell.lengths, q.device), max(cell.lengths)
+    causal, window = normalize_mask(cell.causal, cell.window_size, longest, longest)
+    return forward_varlen(q, k, v, (cu_seqlens, cu_seqlens), (longest, longest), scale, causal, window)
 
 
 def _gemm_tflops(timing: Timing) -> float:

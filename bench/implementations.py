@@ -16,9 +16,11 @@ from bench.results import NOT_APPLICABLE, Key, Untimed
 from cute_dash import registry
 from cute_dash.config import BwdConfig
 from cute_dash.problem import ProblemShape
-from cute_dash.schedule import Schedule, Selector
+from cute_dash.schedule import Schedule, SelectingSchedule, Selector, needs_one_cta
 
 if TYPE_CHECKING:
+    import torch
+
     from bench.reference import Grads, Inputs
 
     BackwardCall: TypeAlias = Callable[[], Grads]
@@ -78,7 +80,10 @@ class FlashAttention4:
         x = inputs
         # there only None is no limit
         sides = zip(("window_size_left", "window_size_right"), x.window_size, strict=True)
-        window = {name: side for name, side in sides if side >= 0}
+        options: dict[str, Any] = {name: side for name, side in sides if side >= 0}
+        if x.lengths:
+            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _make_cu_seqlens(x))
+            options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(x.lengths))
 
         def call() -> "Grads":
             dq, dk, dv, *_ = backward(
@@ -91,7 +96,7 @@ class FlashAttention4:
                 softmax_scale=x.softmax_scale,
                 causal=x.causal,
                 deterministic=deterministic,
-                **window,
+                **options,
             )
             return dq, dk, dv
 
@@ -111,6 +116,8 @@ class Cudnn:
         return _import_error("cudnn")
 
     def refuses(self, cell: Cell) -> str | None:
+        if cell.varlen:
+            return "the graph that is built here has sequences of one length"
         return None if cell.window_size == (-1, -1) else "the graph that is built here has no sliding window"
 
     def prepare(self, inputs: "Inputs", deterministic: bool) -> "BackwardCall":
@@ -226,7 +233,9 @@ class ConfigChange:
         return cls(tuple(changes))
 
     def apply(self, cell: Cell) -> BwdConfig:
-        """The configuration of a cell with these changes; ValueError if the kernel cannot have it."""
+        """The configuration of a cell with these changes; ValueError if the kernel or the launch cannot have it."""
+        if self.fields and cell.varlen:
+            raise ValueError("sequences of different lengths run with the shipped configuration only")
         changes: dict[str, Any] = dict(self.fields)
         return replace(cell.shipped_config(), **changes)
 
@@ -280,7 +289,7 @@ def _our_candidates(
     for spec in sorted(specs, key=lambda s: isinstance(registry.load(s), Selector)):
         try:
             config = change.apply(cell)
-            schedule = _resolve(spec, cell.problem_shape(config), num_sms)
+            schedule = _resolve(spec, cell, cell.problem_shape(config), num_sms)
         except ValueError as error:
             loaded = registry.load(spec)
             key = Key(OURS, _mode(loaded), change.label(loaded.name))
@@ -288,9 +297,9 @@ def _our_candidates(
         else:
             if schedule not in labels:
                 labels[schedule] = _label(schedule, spec, labels.values())
+    prepare = _prepare_ours_varlen if cell.varlen else _prepare_ours
     candidates = [
-        Candidate(Key(OURS, _mode(s), change.label(label)), _prepare_ours(s, config, cell))
-        for s, label in labels.items()
+        Candidate(Key(OURS, _mode(s), change.label(label)), prepare(s, config, cell)) for s, label in labels.items()
     ]
     return candidates, untimed
 
@@ -301,12 +310,25 @@ def _label(schedule: Schedule, spec: str, taken: Iterable[str]) -> str:
     return f"{schedule.name}@{spec}" if is_other or schedule.name in taken else schedule.name
 
 
-def _resolve(spec: str, shape: ProblemShape, num_sms: int | None) -> Schedule:
-    """The concrete schedule; ValueError if it cannot implement the shape, or not with a CTA on each of num_sms SMs."""
+def _resolve(spec: str, cell: Cell, shape: ProblemShape, num_sms: int | None) -> Schedule:
+    """The concrete schedule; ValueError if it cannot implement the cell, or not with a CTA on each of num_sms SMs."""
+    if cell.varlen:
+        return _resolve_varlen(spec, shape)
     schedule = registry.resolve(spec, shape)
     needed = schedule.min_resident_ctas(shape)
     if num_sms is not None and needed > num_sms:
         raise ValueError(f"schedule={schedule.name!r} needs {needed} resident CTAs, the device holds {num_sms}")
+    return schedule
+
+
+def _resolve_varlen(spec: str, longest: ProblemShape) -> Schedule:
+    """As `validation.resolve_varlen_schedule` does, which needs torch."""
+    schedule = registry.load(spec)
+    if isinstance(schedule, SelectingSchedule):
+        schedule = schedule.select_varlen(longest)
+    schedule = registry.resolve(schedule, longest)
+    if not needs_one_cta(schedule):
+        raise ValueError(f"schedule={schedule.name!r} may need several resident CTAs, which varlen does not allow")
     return schedule
 
 
@@ -322,6 +344,29 @@ def _prepare_ours(schedule: Schedule, config: BwdConfig, cell: Cell) -> "Callabl
         return lambda: backward(*arguments, window_size=x.window_size)
 
     return prepare
+
+
+def _prepare_ours_varlen(schedule: Schedule, config: BwdConfig, cell: Cell) -> "Callable[[Inputs], BackwardCall]":
+    longest = cell.problem_shape(config)
+
+    def prepare(inputs: "Inputs") -> "BackwardCall":
+        from cute_dash.launch import backward_varlen
+        from cute_dash.validation import is_tested, prove_lengths
+
+        x = inputs
+        cu_seqlens = (_make_cu_seqlens(x),) * 2
+        if not is_tested(schedule):
+            prove_lengths(schedule, longest, cu_seqlens)
+        arguments = (x.dout, x.q, x.k, x.v, x.out, x.lse, *cu_seqlens, x.softmax_scale, longest.causal, schedule)
+        return lambda: backward_varlen(*arguments, window=longest.window)
+
+    return prepare
+
+
+def _make_cu_seqlens(inputs: "Inputs") -> "torch.Tensor":
+    from bench.reference import make_cu_seqlens
+
+    return make_cu_seqlens(inputs.lengths or (), inputs.q.device)
 
 
 def _peer_candidate(peer: Peer, mode: str) -> Candidate:

@@ -208,6 +208,8 @@ def paper(results: Results, style: Style) -> str:
 
 def _paper_row(published: dict[tuple[str, int, str, int], float], view: View, cell: Cell) -> list[str] | None:
     """Speed-ups of one cell; None if the paper does not have it."""
+    if cell.varlen:
+        return None
     shape = (cell.head_dim, cell.mask, cell.seqlen)
     theirs = {name: ms for (name, *rest), ms in published.items() if tuple(rest) == shape}
     if PAPER_BASELINE not in theirs:

@@ -48,6 +48,7 @@ class Record:
             one.
         max_rel_err: greatest relative error of dq, dk, dv against fp64, over the streams that were checked.
         bitwise_runs: runs whose dq, dk and dv had the bits of the first run, itself included.
+        varlen: sequences of different lengths, see `bench.cells.draw_lengths`; seqlen_q and seqlen_k are their mean.
     """
 
     implementation: str
@@ -70,6 +71,7 @@ class Record:
     ratio_to_best_nondet: float | None
     max_rel_err: float
     bitwise_runs: int
+    varlen: bool = False
 
     @property
     def key(self) -> Key:
@@ -79,7 +81,8 @@ class Record:
     def cell(self) -> Cell:
         kv_heads = None if self.kv_heads == self.heads else self.kv_heads
         head_dim_v = None if self.head_dim_v == self.head_dim else self.head_dim_v
-        return Cell(self.head_dim, self.mask, self.seqlen_q, self.batch, self.heads, self.dtype, kv_heads, head_dim_v)
+        extents = self.seqlen_q, self.batch, self.heads
+        return Cell(self.head_dim, self.mask, *extents, self.dtype, kv_heads, head_dim_v, self.varlen)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Untimed:
     reason: str
     kv_heads: int | None = None
     head_dim_v: int | None = None
+    varlen: bool = False
 
     @classmethod
     def of(cls, key: Key, cell: Cell, verdict: str, reason: str) -> "Untimed":
@@ -123,6 +127,7 @@ class Untimed:
             reason=reason,
             kv_heads=cell.kv_heads,
             head_dim_v=cell.head_dim_v,
+            varlen=cell.varlen,
         )
 
     @property
@@ -132,7 +137,7 @@ class Untimed:
     @property
     def cell(self) -> Cell:
         extents = self.seqlen_q, self.batch, self.heads
-        return Cell(self.head_dim, self.mask, *extents, self.dtype, self.kv_heads, self.head_dim_v)
+        return Cell(self.head_dim, self.mask, *extents, self.dtype, self.kv_heads, self.head_dim_v, self.varlen)
 
 
 @dataclass

@@ -196,6 +196,7 @@ def make_record(cell: Cell, key: Key, regime: str, timing: Timing, verdict: Verd
         ratio_to_best_nondet=None,
         max_rel_err=verdict.max_rel_err,
         bitwise_runs=verdict.bitwise_runs,
+        varlen=cell.varlen,
     )
 
 

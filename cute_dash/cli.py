@@ -243,6 +243,12 @@ def _add_verify_options(command: argparse.ArgumentParser) -> None:
         help="local: the sliding window of --window; default: full causal, with --window local",
     )
     group.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
+    group.add_argument(
+        "--varlen",
+        action="store_true",
+        help="sequences of different lengths with cu_seqlens, the longest with the tokens of seqlen-q and seqlen-k",
+    )
+    group.add_argument("--dlse", action="store_true", help="with a gradient of the LSE, too")
     group = command.add_argument_group("shape", "defaults: batch 4, 16 heads, 1k tokens; smaller on the emulator")
     group.add_argument("--batch", type=_positive, metavar="N", help="sequences; 1 leaves other batches untested")
     group.add_argument("--heads", type=_positive, metavar="N", help="query heads")
@@ -723,6 +729,8 @@ def _select_to_verify(args: argparse.Namespace, default: "verify.Extents") -> "v
         tuple(args.dtype),
         extents,
         args.head_dim_v,
+        args.varlen,
+        args.dlse,
     )
 
 

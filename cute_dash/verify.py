@@ -2,7 +2,8 @@
 
 Host, with torch. The harness knows neither the GPU nor the kernel: it compares what a `Subject` returns, and a
 condition says when and how it is asked. Here are the conditions that make sense on any device and those of the CPU
-emulator; `cute_dash.verify_gpu` has those of a GPU. Tensors are (batch, seqlen, num_heads, head_dim).
+emulator; `cute_dash.verify_gpu` has those of a GPU. Tensors are (batch, seqlen, num_heads, head_dim), and with sequences of
+different lengths (1, total tokens, num_heads, head_dim).
 
 A proof needs its negative control: the same harness must see the comparator `unordered` change its bits.
 """
@@ -11,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,9 +21,15 @@ from torch import Tensor
 
 from cute_dash import emulator, registry, validation
 from cute_dash.config import describe_head_dims
-from cute_dash.interface import attention_backward, flash_attn_func
+from cute_dash.interface import (
+    attention_backward,
+    attention_varlen_backward,
+    flash_attn_func,
+    flash_attn_varlen_func,
+)
+from cute_dash.problem import ProblemShape
 from cute_dash.registry import UnsupportedShapeError
-from cute_dash.schedule import Schedule, Selector
+from cute_dash.schedule import Schedule, Selector, needs_one_cta
 from cute_dash.testing import as_bits, random_inputs
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -38,7 +46,7 @@ class Difference:
 
     Attributes:
         gradient: dq, dk or dv.
-        batch, row, head, column: where: sequence, token, head, element of the head dim.
+        batch, row, head, column: where: sequence, token (of all, where sequences are packed), head, element of the head dim.
         expected, found: the two values.
         count, size: elements of this gradient that differ, and all of them.
     """
@@ -151,6 +159,9 @@ class Subject(Protocol):
     def select(self, sequences: Sequence[int]) -> "Subject":
         """The problem of some of the sequences, in the given order."""
 
+    def select_gradients(self, sequences: Sequence[int]) -> Gradients:
+        """What of `expected` belongs to that problem."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -171,6 +182,7 @@ class Problem:
     causal: bool
     window_size: tuple[int, int]
     schedule: "str | Schedule"
+    dlse: Tensor | None = None  # gradient of the LSE
     _first: list[Gradients] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -187,6 +199,17 @@ class Problem:
         """
         return validation.resolve_schedule(self.schedule, self.q, self.k, self.causal, self.window_size)
 
+    def run_forward(self) -> "Problem":
+        """This problem with the out and LSE of the op.
+
+        Raises:
+            ValueError: what the op refuses, before anything is launched.
+        """
+        _ = self.concrete
+        options = self.softmax_scale, self.causal, self.window_size
+        out, lse = flash_attn_func(self.q, self.k, self.v, *options, schedule=self.schedule, return_lse=True)
+        return replace(self, out=out, lse=lse)
+
     @property
     def batch(self) -> int:
         return self.q.shape[0]
@@ -202,15 +225,18 @@ class Problem:
         return self._first[0]
 
     def backward(self) -> Gradients:
-        return attention_backward(
-            *self.tensors, self.softmax_scale, self.causal, self.window_size, schedule=self.schedule
-        )
+        options = self.softmax_scale, self.causal, self.window_size
+        return attention_backward(*self.tensors, *options, schedule=self.schedule, dlse=self.dlse)
 
     def select(self, sequences: Sequence[int]) -> "Problem":
-        parts = {name: getattr(self, name)[list(sequences)] for name in ("dout", "q", "k", "v", "out", "lse")}
+        names = ("dout", "q", "k", "v", "out", "lse", *(["dlse"] if self.dlse is not None else []))
+        parts = {name: getattr(self, name)[list(sequences)] for name in names}
         # a selector that does not promise the contrary may choose another schedule for another batch
         schedule = self.schedule if registry.load(self.schedule).batch_invariant else self.concrete
         return replace(self, **parts, schedule=schedule, _first=[])
+
+    def select_gradients(self, sequences: Sequence[int]) -> Gradients:
+        return tuple(gradient[list(sequences)] for gradient in self.expected)
 
 
 @dataclass(frozen=True)
@@ -227,7 +253,134 @@ class EmulatedProblem(Problem):
             self.concrete,
             window_size=self.window_size,
             interleaving=next(self._seeds),
+            dlse=self.dlse,
         )
+
+
+@dataclass(frozen=True)
+class VarlenProblem(Problem):
+    """Sequences of different lengths, one behind the other, and tokens that are nobody's behind them.
+
+    Tensors have a batch dim of 1: (1, total tokens, num_heads, head_dim), LSE (1, num_heads, total_q).
+
+    Attributes:
+        lengths: queries and keys of each sequence.
+        max_seqlens: the greatest lengths, which choose schedule and kind of mask.
+    """
+
+    lengths: tuple[tuple[int, int], ...] = ()
+    max_seqlens: tuple[int, int] = (0, 0)
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
+        """Of queries and of keys, on the device."""
+        starts_q, starts_k = (
+            torch.tensor([0, *itertools.accumulate(side)], dtype=torch.int32, device=self.q.device)
+            for side in zip(*self.lengths, strict=True)
+        )
+        return starts_q, starts_k
+
+    @property
+    def longest(self) -> ProblemShape:
+        return validation.get_longest_shape(self.q[0], self.k[0], self.max_seqlens, self.causal, self.window_size)
+
+    @property
+    def concrete(self) -> Schedule:
+        num_tokens = self.q.shape[1], self.k.shape[1]
+        return validation.resolve_varlen_schedule(self.schedule, self.longest, num_tokens, len(self.lengths))
+
+    def run_forward(self) -> "VarlenProblem":
+        schedule = registry.load(self.schedule)
+        if not isinstance(schedule, Selector) and not needs_one_cta(schedule):
+            reason = "may need several resident CTAs, which sequences of different lengths do not allow"
+            raise UnsupportedShapeError(schedule.name, self.longest, reason)
+        _ = self.concrete
+        _, q, k, v, _, _ = self.packed
+        out, lse = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            *self.cu_seqlens,
+            *self.max_seqlens,
+            self.softmax_scale,
+            self.causal,
+            self.window_size,
+            schedule=self.schedule,
+            return_lse=True,
+        )
+        return replace(self, out=out[None], lse=lse[None])
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Under every schedule: each sequence is ordered as a batch of one."""
+        return True
+
+    @property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """dout, q, k, v, out and LSE without the batch dim."""
+        dout, q, k, v, out, lse = (x[0] for x in self.tensors)
+        return dout, q, k, v, out, lse
+
+    def backward(self) -> Gradients:
+        grads = attention_varlen_backward(
+            *self.packed,
+            *self.cu_seqlens,
+            *self.max_seqlens,
+            self.softmax_scale,
+            self.causal,
+            self.window_size,
+            schedule=self.schedule,
+            dlse=None if self.dlse is None else self.dlse[0],
+        )
+        return tuple(grad[None] for grad in grads)
+
+    def select(self, sequences: Sequence[int]) -> "VarlenProblem":
+        """The tokens of the others are behind, where they are nobody's: as many in all, so that the kind of mask stays."""
+        others = [i for i in range(self.batch) if i not in sequences]
+        queries, keys = (self._list_tokens(side, [*sequences, *others]) for side in (0, 1))
+        parts: dict[str, Any] = {name: getattr(self, name)[:, queries] for name in ("dout", "q", "out")}
+        parts |= {name: getattr(self, name)[:, keys] for name in ("k", "v")}
+        parts |= {"lse": self.lse[..., queries], "dlse": None if self.dlse is None else self.dlse[..., queries]}
+        return replace(self, **parts, lengths=tuple(self.lengths[i] for i in sequences), _first=[])
+
+    def select_gradients(self, sequences: Sequence[int]) -> Gradients:
+        selected = []
+        for side, gradient in zip((0, 1, 1), self.expected, strict=True):
+            tokens = self._list_tokens(side, sequences)
+            part = torch.zeros_like(gradient)
+            part[:, : len(tokens)] = gradient[:, tokens]
+            selected.append(part)
+        return tuple(selected)
+
+    def _list_tokens(self, side: int, sequences: Sequence[int]) -> Tensor:
+        """Indices of the queries (side 0) or keys of sequences."""
+        starts = self.cu_seqlens[side].tolist()
+        ranges = [torch.arange(starts[i], starts[i + 1], device=self.q.device) for i in sequences]
+        return torch.cat(ranges)
+
+
+@dataclass(frozen=True)
+class EmulatedVarlenProblem(VarlenProblem):
+    """The same on the CPU emulator, in random interleavings."""
+
+    _seeds: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
+
+    def backward(self) -> Gradients:
+        grads = emulator.backward_varlen(
+            *self.packed,
+            *self.cu_seqlens,
+            self.softmax_scale,
+            self.longest.causal,
+            self.concrete,
+            window=self.longest.window,
+            interleaving=next(self._seeds),
+            dlse=None if self.dlse is None else self.dlse[0],
+        )
+        return tuple(grad[None] for grad in grads)
 
 
 # Conditions
@@ -256,7 +409,7 @@ def other_batches(subject: Subject, num_runs: int) -> Iterator[Sample]:
     everything = list(range(subject.batch))
     batches = [everything[::-1], everything[1:] + everything[:1], *([sequence] for sequence in everything)]
     for sequences in itertools.islice(batches, num_runs):
-        expected = tuple(gradient[sequences] for gradient in subject.expected)
+        expected = subject.select_gradients(sequences)
         yield Sample(subject.select(sequences).backward(), expected, what=f"sequences {sequences}")
 
 
@@ -280,6 +433,12 @@ class Extents:
     seqlen_k: int
 
 
+def vary_lengths(extents: Extents) -> tuple[tuple[int, int], ...]:
+    """Queries and keys of each of `batch` sequences of different lengths: all of the extents, and ever less in equal steps."""
+    x = extents
+    return tuple((-(-x.seqlen_q * i // x.batch), -(-x.seqlen_k * i // x.batch)) for i in range(x.batch, 0, -1))
+
+
 GPU_EXTENTS = Extents(4, 16, 16, 1024, 1024)
 EMULATOR_EXTENTS = Extents(2, 2, 2, 520, 520)
 
@@ -295,6 +454,8 @@ class Configuration:
     dtype: str
     extents: Extents
     head_dim_v: int | None = None  # that of head_dim
+    varlen: bool = False  # sequences of different lengths, see `vary_lengths`
+    dlse: bool = False  # with a gradient of the LSE
 
     def make_problem(self, device: str, seed: int = 0) -> Problem:
         """Random inputs and the forward pass of the op.
@@ -304,15 +465,27 @@ class Configuration:
         """
         x, dtype = self.extents, getattr(torch, self.dtype)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "head_dim_v": self.head_dim_v}
-        q, _, _, dout = random_inputs(x.batch, x.seqlen_q, x.seqlen_k, x.num_heads, self.head_dim, seed=seed, **options)
-        _, k, v, _ = random_inputs(x.batch, 1, x.seqlen_k, x.num_heads_kv, self.head_dim, seed=seed + 1, **options)
+        lengths = vary_lengths(x) if self.varlen else ()
+        batch, seqlen_q, seqlen_k = x.batch, x.seqlen_q, x.seqlen_k
+        if lengths:
+            batch, (seqlen_q, seqlen_k) = 1, (sum(side) for side in zip(*lengths, strict=True))
+        q, _, _, dout = random_inputs(batch, seqlen_q, seqlen_k, x.num_heads, self.head_dim, seed=seed, **options)
+        _, k, v, _ = random_inputs(batch, 1, seqlen_k, x.num_heads_kv, self.head_dim, seed=seed + 1, **options)
         causal, scale = self.mask == "causal", self.head_dim**-0.5
         window_size = self.window_size if self.mask == "local" else (-1, -1)
-        # refused before anything is launched
-        validation.resolve_schedule(self.schedule, q, k, causal, window_size)
-        out, lse = flash_attn_func(q, k, v, scale, causal, window_size, schedule=self.schedule, return_lse=True)
-        kind = Problem if q.is_cuda else EmulatedProblem
-        return kind(dout, q, k, v, out, lse, scale, causal, window_size, self.schedule)
+        tensors = dout, q, k, v, torch.empty_like(dout), dout.new_empty(batch, x.num_heads, seqlen_q).float()
+        arguments = *tensors, scale, causal, window_size, self.schedule
+        problem: Problem
+        if lengths:
+            kind = VarlenProblem if q.is_cuda else EmulatedVarlenProblem
+            problem = kind(*arguments, lengths=lengths, max_seqlens=(x.seqlen_q, x.seqlen_k))
+        else:
+            problem = (Problem if q.is_cuda else EmulatedProblem)(*arguments)
+        problem = problem.run_forward()
+        if not self.dlse:
+            return problem
+        generator = torch.Generator(device).manual_seed(seed + 2)
+        return replace(problem, dlse=torch.randn(problem.lse.shape, generator=generator, device=device))
 
     @property
     def head_dims(self) -> str:
@@ -324,7 +497,8 @@ class Configuration:
         heads = f"{x.num_heads} heads" + (f", {x.num_heads_kv} KV heads" if x.num_heads_kv != x.num_heads else "")
         return (
             f"{self.schedule}, head dim {self.head_dims}, {self.mask}{window}, {self.dtype}, "
-            f"batch {x.batch}, {heads}, {x.seqlen_q} x {x.seqlen_k} tokens"
+            f"batch {x.batch}, {heads}, {'up to ' if self.varlen else ''}{x.seqlen_q} x {x.seqlen_k} tokens"
+            f"{', different lengths' if self.varlen else ''}{', gradient of the LSE' if self.dlse else ''}"
         )
 
 
@@ -339,11 +513,13 @@ class Selection:
     dtypes: tuple[str, ...]
     extents: Extents
     head_dim_v: int | None = None  # that of each of head_dims
+    varlen: bool = False
+    dlse: bool = False
 
     def list_configurations(self) -> list[Configuration]:
         """Every combination, also those that their schedule cannot order."""
         return [
-            Configuration(schedule, head_dim, mask, self.window_size, dtype, self.extents, self.head_dim_v)
+            Configuration(schedule, head_dim, mask, self.window_size, dtype, self.extents, *self._options())
             for head_dim, mask, dtype in itertools.product(self.head_dims, self.masks, self.dtypes)
             for schedule in self._list_schedules()
         ]
@@ -351,9 +527,12 @@ class Selection:
     def list_controls(self, extents: Extents) -> list[Configuration]:
         """The comparator on the same kernels, with other extents."""
         return [
-            Configuration(CONTROL, head_dim, mask, (extents.seqlen_k // 2, 0), dtype, extents, self.head_dim_v)
+            Configuration(CONTROL, head_dim, mask, (extents.seqlen_k // 2, 0), dtype, extents, *self._options())
             for head_dim, mask, dtype in itertools.product(self.head_dims, self.masks, self.dtypes)
         ]
+
+    def _options(self) -> tuple[int | None, bool, bool]:
+        return self.head_dim_v, self.varlen, self.dlse
 
     def _list_schedules(self) -> list[str]:
         """Names in the given order, each once.

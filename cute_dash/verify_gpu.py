@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +28,18 @@ import torch
 import cute_dash
 from cute_dash import verify
 from cute_dash.device import num_sms
-from cute_dash.verify import Condition, Configuration, Extents, Gradients, Outcome, Problem, Report, Sample, Subject
+from cute_dash.verify import (
+    Condition,
+    Configuration,
+    Extents,
+    Gradients,
+    Outcome,
+    Problem,
+    Report,
+    Sample,
+    Subject,
+    VarlenProblem,
+)
 
 STUCK_S = 300.0  # without a sign of life, compiling included, before a run is given up
 MAX_HOLD_MS = 250.0  # for which SMs are kept from the kernel
@@ -263,14 +275,16 @@ def fresh_processes(
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
         for index, problem in enumerate(problems):
-            torch.save([x.cpu() for x in problem.tensors], Path(folder) / f"{index}.in")
+            tensors = [*problem.tensors, *([] if problem.dlse is None else [problem.dlse])]
+            torch.save([x.cpu() for x in tensors], Path(folder) / f"{index}.in")
             jobs.append(
                 {
                     "tensors": str(Path(folder) / f"{index}.in"),
                     "device": str(problem.q.device),
-                    "strides": [list(x.stride()) for x in problem.tensors],
+                    "strides": [list(x.stride()) for x in tensors],
                     "options": [problem.softmax_scale, problem.causal, problem.window_size],
                     "schedule": problem.schedule,
+                    "lengths": [problem.lengths, problem.max_seqlens] if isinstance(problem, VarlenProblem) else [],
                     "digest": get_digest(problem.expected),
                     "result": str(Path(folder) / f"{index}.out"),
                 }
@@ -321,15 +335,26 @@ def main(argv: Sequence[str]) -> int:
     jobs = json.loads(Path(argv[0]).read_text())
     for job in jobs:
         tensors = torch.load(job["tensors"], weights_only=True)
-        dout, q, k, v, out, lse = (
+        tensors = [
             _copy_with_strides(x, stride, job["device"]) for x, stride in zip(tensors, job["strides"], strict=True)
-        )
-        scale, causal, (left, right) = job["options"]
-        gradients = Problem(dout, q, k, v, out, lse, scale, causal, (left, right), job["schedule"]).backward()
+        ]
+        gradients = _make_problem(job, tensors).backward()
         if get_digest(gradients) != job["digest"]:
             torch.save([gradient.cpu() for gradient in gradients], job["result"])
     print(len(jobs))
     return 0
+
+
+def _make_problem(job: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Problem:
+    scale, causal, (left, right) = job["options"]
+    dout, q, k, v, out, lse, *rest = tensors
+    dlse = rest[0] if rest else None
+    problem = Problem(dout, q, k, v, out, lse, scale, causal, (left, right), job["schedule"], dlse)
+    if not job["lengths"]:
+        return problem
+    lengths, (max_seqlen_q, max_seqlen_k) = job["lengths"]
+    shared = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    return VarlenProblem(**shared, lengths=tuple(map(tuple, lengths)), max_seqlens=(max_seqlen_q, max_seqlen_k))
 
 
 def _copy_with_strides(x: torch.Tensor, strides: Sequence[int], device: str) -> torch.Tensor:

@@ -1,14 +1,16 @@
 """Random problems of the op, replayable: `python -m tests.fuzz --cases 2000 --seed 0`, one of them with `--only 17`.
 
-A case draws lengths (ragged ones and tile edges), mask, head dim, heads, dtype, scale, schedule and the strides of every
-tensor from its seed and number, and nothing else. Checked of each:
+A case draws lengths (ragged ones and tile edges), mask, head dims, heads, dtype, scale, schedule, which gradients come in,
+a learnable sink and the strides of every tensor from its seed and number, and nothing else. Checked of each:
 
-- gradients against fp64, within the project's error budget (`cute_dash.testing`), and finite;
+- gradients against fp64, within the project's error budget (`cute_dash.testing`), and finite: of q, k, v and, where there
+  is one, of a sink; with a gradient of out, of the LSE, or of both;
 - on the GPU: equal bits when outputs and workspace start as NaN and as large numbers, and with contiguous inputs; on
   small problems the emulator's gradients, within the same budget;
 - on the CPU: equal bits of the emulator in random interleavings of the CTAs, and with contiguous inputs;
+- where the op's own forward was run: equal bits through autograd;
 - batch-invariant schedules: equal bits of a sequence alone;
-- where the op takes sequences of different lengths: each of them against fp64, equal bits alone, zeros elsewhere.
+- sequences of different lengths: each of them against fp64, equal bits alone, zeros elsewhere.
 
 On a Hopper GPU it takes kernels from a fixed list, KEYS, and compiles them first, in several processes at once; elsewhere
 it runs the emulator on small problems. Exit status: 0 all passed, 1 some failed, each named with what replays it.
@@ -24,11 +26,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,10 +39,12 @@ from cute_dash.config import TILE_HEAD_DIMS, UNEQUAL_HEAD_DIMS, describe_head_di
 from cute_dash.registry import UnsupportedShapeError
 from cute_dash.testing import (
     assert_accurate,
+    assert_bitwise_equal,
     attention_backward_ref,
     attention_backward_rounded,
     attention_forward_ref,
     relative_error,
+    sink_gradient_ref,
     why_no_hopper,
 )
 from cute_dash.verify import GRADIENTS, find_difference
@@ -63,6 +67,7 @@ class Key(NamedTuple):
     grouped: bool = False
     varlen: bool = False
     unequal: bool = False  # head dims of Q, K and of V
+    dlse: bool = False  # a gradient of the LSE
 
     @property
     def head_dim_v(self) -> int:
@@ -80,6 +85,8 @@ def list_keys() -> list[Key]:
     for head_dim in (64, 128):
         keys += [Key(name, head_dim, mask) for mask, names in of_mask.items() for name in names]
         keys += [Key("shortest_first", head_dim, mask, torch.float16) for mask in of_mask]
+        keys += [Key("shortest_first", head_dim, mask, dlse=True) for mask in of_mask]
+        keys.append(Key("longest_first", head_dim, "causal", grouped=True, varlen=True, dlse=True))
         if takes_grouped_queries():
             keys += [Key("shortest_first", head_dim, mask, grouped=True) for mask in of_mask]
             keys += [
@@ -93,10 +100,16 @@ def list_keys() -> list[Key]:
     for head_dim, unequal in (*others, (UNEQUAL_HEAD_DIMS[0], True)):
         keys += [
             Key("shift", head_dim, "full", unequal=unequal),
-            Key("hybrid", head_dim, "causal", unequal=unequal),
+            Key("hybrid", head_dim, "causal", unequal=unequal, dlse=True),
             Key("shortest_first", head_dim, "local", torch.float16, unequal=unequal),
             Key("longest_first", head_dim, "causal", grouped=True, varlen=True, unequal=unequal),
         ]
+    # padded to 64, 96 and 256
+    keys += [
+        Key("shift", 40, "full", grouped=True),
+        Key("shortest_first", 72, "causal", dlse=True),
+        Key("shortest_first", 200, "local", varlen=True),
+    ]
     return keys
 
 
@@ -153,6 +166,8 @@ class Case:
     softmax_scale: float | None
     layouts: dict[str, str] = field(compare=False)
     own_forward: bool  # out and LSE of the op's forward, not of the reference
+    uses: str = "out"  # which gradients come in: of out, of the LSE, or of both
+    sink: bool = False
     lengths: tuple[tuple[int, int], ...] = ()  # queries and keys of each sequence, where they differ
 
     @property
@@ -170,7 +185,8 @@ class Case:
         return (
             f"{key.schedule}, head dim {describe_head_dims(key.head_dim, key.head_dim_v)}, {key.mask}{window}, {key.dtype}, batch {self.batch}, "
             f"{self.num_heads} heads, {self.num_heads_kv} KV heads, {lengths} tokens, "
-            f"scale {self.softmax_scale}, {'own forward, ' if self.own_forward else ''}{layouts}"
+            f"scale {self.softmax_scale}, gradient of {self.uses}, {'own forward, ' if self.own_forward else ''}"
+            f"{'sink, ' if self.sink else ''}{layouts}"
         )
 
     def replay(self) -> str:
@@ -207,10 +223,15 @@ def draw_case(seed: int, number: int, keys: list[Key], limits: Limits) -> Case:
         seqlen_k,
         window_size,
         rng.choice([None, None, 0.02, 0.2, 0.5]),
-        {name: rng.choice(LAYOUTS[name]) for name in LAYOUTS},
-        rng.random() < 0.1,
+        *draw_tensors(rng, key),
     )
     return case if can_implement(case) else draw_case(seed, number, [k for k in keys if k != key], limits)
+
+
+def draw_tensors(rng: random.Random, key: Key) -> tuple[dict[str, str], bool, str, bool]:
+    """The strides of all tensors, whether the forward is the op's own, which gradients come in, whether there is a sink."""
+    layouts = {name: rng.choice(LAYOUTS[name]) for name in LAYOUTS}
+    return layouts, rng.random() < 0.2, rng.choice(["lse", "both"]) if key.dlse else "out", rng.random() < 0.15
 
 
 def draw_varlen_case(rng: random.Random, case: Case, limits: Limits) -> Case:
@@ -228,6 +249,7 @@ def draw_varlen_case(rng: random.Random, case: Case, limits: Limits) -> Case:
     lengths = lengths or [(5, 7)]
     seqlen_q, seqlen_k = (max(side) for side in zip(*lengths, strict=True))
     local = case.key.mask == "local"
+    layouts, own_forward, uses, sink = draw_tensors(rng, case.key)
     return replace(
         case,
         batch=len(lengths),
@@ -238,6 +260,10 @@ def draw_varlen_case(rng: random.Random, case: Case, limits: Limits) -> Case:
         window_size=(draw_side(rng, seqlen_k), draw_side(rng, seqlen_q)) if local else (-1, -1),
         softmax_scale=rng.choice([None, 0.2]),
         lengths=tuple(lengths),
+        layouts=layouts,
+        own_forward=own_forward,
+        uses=uses,
+        sink=sink,
     )
 
 
@@ -285,6 +311,7 @@ LAYOUTS = {
     "dout": ["contiguous", "heads first", "padded", "offset 1", "one value", "one head", "last dim strided"],
     "out": ["contiguous", "heads first", "padded", "offset 1"],
     "lse": ["contiguous", "heads last", "padded"],
+    "dlse": ["contiguous", "heads last", "padded", "one value"],
 }
 
 
@@ -325,12 +352,14 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def lay_out_lse(lse: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same for LSE (batch, num_heads, seqlen_q)."""
+    """The same for LSE and its gradient (batch, num_heads, seqlen_q)."""
     if layout == "heads last":
         return lse.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "padded":
         padded = lse.new_full((*lse.shape[:2], lse.shape[2] + 3), math.nan)[..., : lse.shape[2]]
         return padded.copy_(lse)
+    if layout == "one value" and lse.numel():
+        return lse[0, 0, 0].expand(lse.shape)
     return lse
 
 
@@ -338,14 +367,28 @@ def lay_out_lse(lse: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 class Inputs(NamedTuple):
-    """What the backward takes."""
+    """What the backward takes: dout is None where the gradient comes through the LSE alone, dlse where none does.
 
-    dout: torch.Tensor
+    With `sink`, out and lse are those of attention with it.
+    """
+
+    dout: torch.Tensor | None
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    dlse: torch.Tensor | None
+    sink: torch.Tensor | None
+
+    def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
+        """These with `function` of every tensor but the sink."""
+        *tensors, sink = self
+        return Inputs(*(None if x is None else function(x) for x in tensors), sink)
+
+    @property
+    def dout_or_zeros(self) -> torch.Tensor:
+        return torch.zeros_like(self.out) if self.dout is None else self.dout
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
@@ -359,25 +402,36 @@ def make_inputs(case: Case, device: str) -> Inputs:
 
     q, dout = (draw(name, case.seqlen_q, case.num_heads) for name in ("q", "dout"))
     k, v = (draw(name, case.seqlen_k, case.num_heads_kv) for name in ("k", "v"))
-    options = (case.softmax_scale, case.causal, case.window_size)
+    dlse = torch.randn(case.batch, case.num_heads, case.seqlen_q, generator=generator, device=device)
+    sink = 3 * torch.randn(case.num_heads, generator=generator, device=device) if case.sink else None
     if case.own_forward:
-        out, lse = flash_attn_func(q, k, v, *options, schedule=key.schedule, return_lse=True)
+        out, lse = dense_forward(case, q, k, v, sink)
     else:
-        expanded = (expand_heads(x, case) for x in (k, v))
-        out, lse = attention_forward_ref(q, *expanded, case.scale, *options[1:])
-    out, lse = out.to(key.dtype).contiguous(), lse.float().contiguous()
-    return Inputs(dout, q, k, v, lay_out(out, case.layouts["out"]), lay_out_lse(lse, case.layouts["lse"]))
+        out, lse = attention_forward_ref(q, k, v, case.scale, case.causal, case.window_size, sink)
+    return finish_inputs(case, Inputs(dout, q, k, v, out, lse, dlse, sink))
 
 
-def expand_heads(x: torch.Tensor, case: Case) -> torch.Tensor:
-    """(batch, seqlen, num_heads_kv, head_dim) with each KV head as often as it has query heads."""
-    group_size = case.num_heads // case.num_heads_kv
-    return x.repeat_interleave(group_size, dim=2) if group_size > 1 else x
+def dense_forward(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE of the op."""
+    arguments = q, k, v, case.softmax_scale, case.causal, case.window_size
+    return flash_attn_func(*arguments, schedule=case.key.schedule, return_lse=True, learnable_sink=sink)  # type: ignore[return-value]
 
 
-def sum_heads(x: torch.Tensor, case: Case) -> torch.Tensor:
-    """The way back, for gradients: the sum over the query heads of each KV head, in fp64."""
-    return x.double().unflatten(2, (case.num_heads_kv, -1)).sum(dim=3)
+def finish_inputs(case: Case, x: Inputs) -> Inputs:
+    """Dtypes and strides of what the forward pass made, and only those gradients that the case has."""
+    out = lay_out(x.out.to(case.key.dtype).contiguous(), case.layouts["out"])
+    lse = x.lse.float().contiguous()
+    dlse = x.dlse
+    if case.layouts["dlse"] != "one value":
+        dlse = dlse.masked_fill(lse == -math.inf, math.nan)  # where it is not read
+    return x._replace(
+        dout=None if case.uses == "lse" else x.dout,
+        out=out,
+        lse=lay_out_lse(lse, case.layouts["lse"]),
+        dlse=None if case.uses == "out" else lay_out_lse(dlse, case.layouts["dlse"]),
+    )
 
 
 @dataclass
@@ -394,6 +448,16 @@ class Tally:
         if ratio > self.worst_ratio:
             self.worst_ratio, self.worst_case = ratio, f"case {case.number}, {name}"
 
+    def assert_same_bits(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str) -> None:
+        """dq, dk, dv, with a batch dim or packed, and a dsink that may follow."""
+        self.comparisons += 1
+        (*found, dsink), (*expected, expected_dsink) = ((*x, None)[:4] for x in (found, expected))
+        with_batch_dim = (tuple(x if x.ndim == 4 else x[None] for x in grads) for grads in (found, expected))
+        difference = find_difference(*with_batch_dim)
+        assert difference is None, f"{what}: {difference}"
+        if dsink is not None:
+            assert_bitwise_equal(dsink, expected_dsink, f"{what}: dsink")
+
 
 def run_case(case: Case, device: str, limits: Limits, tally: Tally) -> None:
     """Every check of one case.
@@ -402,18 +466,14 @@ def run_case(case: Case, device: str, limits: Limits, tally: Tally) -> None:
         AssertionError: the first that fails.
     """
     if case.lengths:
-        run_varlen_case(case, device, tally)
+        run_varlen_case(case, device, limits, tally)
         return
     inputs = make_inputs(case, device)
-    options = {"window_size": case.window_size, "schedule": case.key.schedule}
 
-    def backward(tensors: Inputs = inputs) -> tuple[torch.Tensor, ...]:
-        return attention_backward(*tensors, case.softmax_scale, case.causal, **options)
-
-    def assert_same_bits(found: tuple[torch.Tensor, ...], what: str) -> None:
-        tally.comparisons += 1
-        difference = find_difference(found, grads)
-        assert difference is None, f"{what}: {difference}"
+    def backward(x: Inputs = inputs) -> tuple[torch.Tensor, ...]:
+        options = {"schedule": case.key.schedule, "dlse": x.dlse}
+        grads = attention_backward(*x[:6], case.softmax_scale, case.causal, case.window_size, **options)
+        return *grads, *get_dsink(x)
 
     sizes = list_allocations(backward) if device == "cuda" else []
     fill_if_cuda(sizes, FILLS[0])
@@ -421,22 +481,41 @@ def run_case(case: Case, device: str, limits: Limits, tally: Tally) -> None:
     check_accuracy(case, inputs, grads, limits, tally)
     if device == "cuda":
         fill_if_cuda(sizes, FILLS[1])
-        assert_same_bits(backward(), f"memory full of 0x{FILLS[1]:02X}")
+        tally.assert_same_bits(backward(), grads, f"memory full of 0x{FILLS[1]:02X}")
     else:
         concrete = validation.resolve_schedule(case.key.schedule, inputs.q, inputs.k, case.causal, case.window_size)
+        arguments = inputs.dout_or_zeros, *inputs[1:6], case.scale, case.causal, concrete
         for interleaving in (case.number, case.number + 1):
-            found = emulator.backward(
-                *inputs, case.scale, case.causal, concrete, window_size=case.window_size, interleaving=interleaving
-            )
-            assert_same_bits(found, f"interleaving {interleaving}")
-    contiguous = Inputs(*(x.clone(memory_format=torch.contiguous_format) for x in inputs))
-    assert_same_bits(backward(contiguous), "contiguous inputs")
+            options = {"window_size": case.window_size, "dlse": inputs.dlse, "interleaving": interleaving}
+            tally.assert_same_bits(emulator.backward(*arguments, **options), grads[:3], f"interleaving {interleaving}")
+    contiguous = inputs.change(lambda x: x.clone(memory_format=torch.contiguous_format))
+    tally.assert_same_bits(backward(contiguous), grads, "contiguous inputs")
+    if case.own_forward:
+        check_autograd(partial(dense_forward, case), inputs, grads, tally)
+    if case.sink:
+        check_dsink(grads[3], inputs, sink_ref(case, inputs))
     check_sequence_alone(case, inputs, grads, backward, tally)
+
+
+def get_dsink(x: Inputs) -> tuple[torch.Tensor, ...]:
+    """The gradient of the sink, if there is one."""
+    if x.sink is None:
+        return ()
+    return (torch.ops.cute_dash.attention_sink_backward(x.dout_or_zeros, x.out, x.lse, x.sink, x.dlse),)
 
 
 def fill_if_cuda(sizes: list[int], byte: int) -> None:
     if sizes:
         fill_free_memory(sizes, byte)
+
+
+def check_autograd(forward: Callable[..., Any], inputs: Inputs, grads: Sequence[torch.Tensor], tally: Tally) -> None:
+    """Where out and LSE are the op's own: autograd gives the gradients that the backward op gave."""
+    leaves = [x.detach().requires_grad_() for x in (*inputs[1:4], inputs.sink) if x is not None]
+    results = forward(*leaves[:3], None if inputs.sink is None else leaves[3])
+    used = [(y, dy) for y, dy in zip(results, (inputs.dout, inputs.dlse), strict=True) if dy is not None]
+    found = torch.autograd.grad([y for y, _ in used], leaves, [dy for _, dy in used])
+    tally.assert_same_bits(found, grads, "autograd")
 
 
 def check_sequence_alone(case: Case, inputs: Inputs, grads: tuple[torch.Tensor, ...], backward, tally: Tally) -> None:
@@ -445,37 +524,85 @@ def check_sequence_alone(case: Case, inputs: Inputs, grads: tuple[torch.Tensor, 
     if not schedule.batch_invariant or case.batch == 1:
         return
     sequence = case.number % case.batch
-    found = backward(Inputs(*(x[sequence : sequence + 1] for x in inputs)))
-    tally.comparisons += 1
-    difference = find_difference(found, tuple(grad[sequence : sequence + 1] for grad in grads))
-    assert difference is None, f"sequence {sequence} alone: {difference}"
+    found = backward(inputs.change(lambda x: x[sequence : sequence + 1]))
+    expected = tuple(grad[sequence : sequence + 1] for grad in grads[:3])
+    tally.assert_same_bits(found[:3], expected, f"sequence {sequence} alone")
 
 
 def check_accuracy(case: Case, inputs: Inputs, grads: tuple[torch.Tensor, ...], limits: Limits, tally: Tally) -> None:
     """Shapes, finite values, errors against fp64 and, where the problem is small, against the emulator."""
-    dout, q, k, v, _, _ = inputs
-    wide = dout, q, expand_heads(k, case), expand_heads(v, case)
-    options = (case.scale, case.causal, case.window_size)
-    refs = sum_kv_heads(attention_backward_ref(*wide, *options), case)
-    rounded = sum_kv_heads(attention_backward_rounded(*wide, *options), case)
-    comparators = [x.to(case.key.dtype) for x in rounded]  # also the sums over the query heads of a group
-    for name, grad, x, ref, comparator in zip(GRADIENTS, grads, (q, k, v), refs, comparators, strict=True):
+    _, q, k, v, _, lse, dlse, sink = inputs
+    dout, options = inputs.dout_or_zeros, (case.scale, case.causal, case.window_size)
+    read = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
+    of_rows = {"dlse": read, "learnable_sink": sink}
+    refs = attention_backward_ref(dout, q, k, v, *options, **of_rows)
+    comparators = attention_backward_rounded(dout, q, k, v, *options, **of_rows)
+    factor = BUDGET + (case.sink and case.own_forward)  # whose out is rounded twice
+    for name, grad, x, ref, comparator in zip(GRADIENTS, grads, (q, k, v), refs, comparators, strict=False):
         assert grad.shape == x.shape and grad.dtype == x.dtype, f"{name} is {tuple(grad.shape)} {grad.dtype}"
         assert grad.is_contiguous(), f"{name} has strides {grad.stride()}"
-        tally.note_ratio(assert_accurate(grad, ref, comparator, name, BUDGET), case, name)
-    if case.batch * case.num_heads * case.seqlen_q * case.seqlen_k > limits.max_emulated:
+        if ref.any():
+            ratio = assert_accurate(grad, ref, comparator, name, factor)
+            tally.note_ratio(ratio * BUDGET / factor, case, name)  # how much of what is allowed, in terms of BUDGET
+        else:
+            noise, allowed = float(grad.double().norm()), bound_noise(case, dout, v, k if name == "dq" else q)
+            assert noise <= allowed, (
+                f"{name}: relative error: its norm is {noise:.3e} instead of 0, allowed {allowed:.3e}"
+            )
+    if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] > limits.max_emulated:
         return
-    emulated = emulator.backward(*inputs, *options[:2], case.key.schedule, window_size=case.window_size)
-    for name, grad, other, ref, comparator in zip(GRADIENTS, grads, emulated, refs, comparators, strict=True):
+    emulated = emulator.backward(
+        dout, *inputs[1:6], *options[:2], case.key.schedule, window_size=case.window_size, dlse=dlse
+    )
+    for name, grad, other, ref, comparator in zip(GRADIENTS, grads, emulated, refs, comparators, strict=False):
+        if not ref.any():
+            continue
         # both have the kernel's roundings, so they are closer to each other than to fp64; relative to that
-        budget = max(BUDGET * relative_error(comparator, ref), torch.finfo(grad.dtype).eps / 2)
+        budget = max(factor * relative_error(comparator, ref), torch.finfo(grad.dtype).eps / 2)
         distance = float((grad.double() - other.double()).norm()) / (float(ref.norm()) or 1.0)
         assert distance <= budget, f"{name} is {distance:.3e} from the emulator's, allowed {budget:.3e}"
 
 
-def sum_kv_heads(grads: tuple[torch.Tensor, ...], case: Case) -> list[torch.Tensor]:
-    dq, dk, dv = grads
-    return [dq.double(), sum_heads(dk, case), sum_heads(dv, case)]
+def bound_noise(case: Case, dout: torch.Tensor, v: torch.Tensor, other: torch.Tensor) -> float:
+    """What fp32 may leave of dq or dk where they are 0, because each query sees one key, whose probability is 1.
+
+    dS = P (dP - dPsum) is then a difference of equal sums of at most |dO| |v|.
+    """
+    longest_v, longest = (float(x.double().norm(dim=-1).max()) for x in (v, other))
+    return 2.0**-20 * case.scale * math.sqrt(dout.shape[1]) * float(dout.double().norm()) * longest_v * longest
+
+
+def check_dsink(dsink: torch.Tensor, inputs: Inputs, ref: torch.Tensor) -> None:
+    """The gradient of the sink against the sum in fp64 over the given out and LSE, and against `ref`, from q, k and v.
+
+    Against the latter with what the roundings of out can come to, all of one sign.
+    """
+    out, lse, dout, dlse = (
+        None if x is None else x.double() for x in (inputs.out, inputs.lse, inputs.dout_or_zeros, inputs.dlse)
+    )
+    is_row = lse != -math.inf
+    p = torch.exp(inputs.sink.double()[:, None] - lse)
+    products = (dout * out).transpose(-2, -3)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    heads = [dim for dim in range(lse.ndim) if dim != lse.ndim - 2]
+
+    def add_up(rows: torch.Tensor) -> torch.Tensor:
+        return torch.where(is_row, p * rows, 0.0).sum(dim=heads)
+
+    given = add_up(dlse - products.sum(dim=-1))
+    size = add_up(dlse.abs() + products.abs().sum(dim=-1))
+    for expected, unit in ((given, 1e-5), (ref, 1e-4 + torch.finfo(inputs.out.dtype).eps)):
+        error = (dsink.double() - expected).abs()
+        assert (error <= unit * size + 1e-30).all(), f"dsink: errors {error.tolist()}, of sums of {size.tolist()}"
+
+
+def sink_ref(case: Case, x: Inputs) -> torch.Tensor:
+    """The gradient of the sink in fp64, from q, k and v."""
+    dlse = torch.zeros_like(x.lse) if x.dlse is None else x.dlse
+    if x.k.shape[1] == 0:  # all probability is the sink's
+        return dlse.double().sum(dim=(0, 2))
+    masks = case.causal, case.window_size
+    return sink_gradient_ref(x.dout_or_zeros, x.q, x.k, x.v, case.scale, *masks, x.sink, dlse)
 
 
 # Sequences of different lengths
@@ -483,78 +610,147 @@ def sum_kv_heads(grads: tuple[torch.Tensor, ...], case: Case) -> list[torch.Tens
 NUM_TAIL_TOKENS = 3  # behind the last sequence: nobody's
 
 
-def run_varlen_case(case: Case, device: str, tally: Tally) -> None:
+def run_varlen_case(case: Case, device: str, limits: Limits, tally: Tally) -> None:
     """Every sequence against fp64, and with the bits that it has alone; zeros where there is nothing to see."""
     inputs, ranges = make_varlen_inputs(case, device)
-    sizes = list_allocations(lambda: varlen_backward(case, inputs, case.lengths)) if device == "cuda" else []
+    backward = partial(varlen_backward, case)
+    sizes = list_allocations(lambda: backward(inputs, case.lengths)) if device == "cuda" else []
     fill_if_cuda(sizes, FILLS[0])
-    grads = varlen_backward(case, inputs, case.lengths)
+    grads = backward(inputs, case.lengths)
     fill_if_cuda(sizes, FILLS[1])
-    again = varlen_backward(case, inputs, case.lengths)
-    assert_same_packed_bits(again, grads, "the same again", tally)
+    tally.assert_same_bits(backward(inputs, case.lengths), grads, "the same again")
+    contiguous = inputs.change(lambda x: x.clone(memory_format=torch.contiguous_format))
+    tally.assert_same_bits(backward(contiguous, case.lengths), grads, "contiguous inputs")
+    if case.own_forward:
+        check_autograd(partial(varlen_forward, case), inputs, grads, tally)
+    refs_of_sink = []
     for sequence, (queries, keys) in enumerate(ranges):
-        mine = select_sequence(inputs, queries, keys)
         parts = grads[0][queries], grads[1][keys], grads[2][keys]
-        alone = varlen_backward(case, mine, [case.lengths[sequence]])
-        assert_same_packed_bits(alone, parts, f"sequence {sequence} alone", tally)
+        alone = backward(move_to_front(inputs, queries, keys), [case.lengths[sequence]])
+        mine = tuple(grad[: len(part)] for grad, part in zip(alone, parts, strict=False))
+        tally.assert_same_bits(mine, parts, f"sequence {sequence} alone")
+        one = select_sequence(inputs, queries, keys)
         if 0 in case.lengths[sequence]:
             assert all((part == 0).all() for part in parts), f"sequence {sequence} has no pairs, but gradients"
-            continue
-        one = Inputs(*(x[None] for x in mine))
-        check_accuracy(case, one, tuple(part[None].contiguous() for part in parts), Limits(0, 0, 0), tally)
-    tails = grads[0][ranges[-1][0].stop :], *(grad[ranges[-1][1].stop :] for grad in grads[1:])
+        else:
+            check_accuracy(case, one, tuple(part[None].contiguous() for part in parts), limits, tally)
+        refs_of_sink.append(sink_ref(case, one) if case.sink else 0)
+    if case.sink:
+        check_dsink(grads[3], inputs, sum(refs_of_sink))
+    tails = grads[0][ranges[-1][0].stop :], *(grad[ranges[-1][1].stop :] for grad in grads[1:3])
     assert all(len(tail) == NUM_TAIL_TOKENS and (tail == 0).all() for tail in tails), (
         "gradients behind the last sequence"
     )
+    if device == "cpu":
+        found = interleaved_varlen_backward(case, inputs)
+        tally.assert_same_bits(found, grads[:3], f"interleaving {case.number}")
 
 
 def make_varlen_inputs(case: Case, device: str) -> tuple[Inputs, list[tuple[slice, slice]]]:
-    """Packed inputs: (tokens, num_heads, head_dim), LSE (num_heads, tokens); and where the sequences are."""
+    """Packed inputs: (tokens, num_heads, head_dim), LSE (num_heads, tokens); and where the sequences are.
+
+    The tokens behind the last sequence are NaN in all that is drawn here.
+    """
     generator = torch.Generator(device).manual_seed(case.seed * 1_000_003 + case.number)
     starts_q, starts_k = ([0, *itertools.accumulate(lengths)] for lengths in zip(*case.lengths, strict=True))
     ranges = [
         (slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])) for i in range(len(case.lengths))
     ]
 
-    def draw(num_tokens: int, num_heads: int, head_dim: int) -> torch.Tensor:
-        shape = num_tokens + NUM_TAIL_TOKENS, num_heads, head_dim
-        return torch.randn(shape, generator=generator, device=device).to(case.key.dtype)
+    def draw(name: str, num_tokens: int, num_heads: int) -> torch.Tensor:
+        head_dim = case.key.head_dim if name in ("q", "k") else case.key.head_dim_v
+        x = torch.randn(num_tokens, num_heads, head_dim, generator=generator, device=device)
+        return lay_out(add_tail(x, 0).to(case.key.dtype)[None], case.layouts[name])[0]
 
-    head_dims = case.key.head_dim, case.key.head_dim_v
-    q, dout = (draw(starts_q[-1], case.num_heads, head_dim) for head_dim in head_dims)
-    k, v = (draw(starts_k[-1], case.num_heads_kv, head_dim) for head_dim in head_dims)
-    out, lse = torch.zeros_like(dout), q.new_full((case.num_heads, len(q)), -math.inf, dtype=torch.float32)
-    for queries, keys in ranges:
-        if queries.start < queries.stop and keys.start < keys.stop:
-            wide = (expand_heads(x[None, keys], case) for x in (k, v))
-            options = (case.scale, case.causal, case.window_size)
-            mine, lse_of_mine = attention_forward_ref(q[None, queries], *wide, *options)
-            out[queries], lse[:, queries] = mine[0].to(out.dtype), lse_of_mine[0].float()
-    return Inputs(dout, q, k, v, out, lse), ranges
+    q, dout = (draw(name, starts_q[-1], case.num_heads) for name in ("q", "dout"))
+    k, v = (draw(name, starts_k[-1], case.num_heads_kv) for name in ("k", "v"))
+    dlse = add_tail(torch.randn(case.num_heads, starts_q[-1], generator=generator, device=device), 1)
+    sink = 3 * torch.randn(case.num_heads, generator=generator, device=device) if case.sink else None
+    if case.own_forward:
+        out, lse = varlen_forward(case, q, k, v, sink)
+    else:
+        out, lse = torch.zeros_like(dout), torch.full_like(dlse, -math.inf)
+        for queries, keys in ranges:
+            if queries.start < queries.stop and keys.start < keys.stop:
+                options = case.scale, case.causal, case.window_size, sink
+                out_of_one, lse_of_one = attention_forward_ref(q[None, queries], k[None, keys], v[None, keys], *options)
+                out[queries], lse[:, queries] = out_of_one[0].to(out.dtype), lse_of_one[0].float()
+            elif sink is not None:
+                lse[:, queries] = sink[:, None]
+    packed = finish_inputs(case, Inputs(dout, q, k, v, out[None], lse[None], dlse[None], sink))
+    return packed._replace(
+        out=packed.out[0], lse=packed.lse[0], dlse=None if packed.dlse is None else packed.dlse[0]
+    ), ranges
+
+
+def add_tail(x: torch.Tensor, dim: int, value: float = math.nan, num_tokens: int = NUM_TAIL_TOKENS) -> torch.Tensor:
+    """With tokens more in `dim`."""
+    shape = list(x.shape)
+    shape[dim] = num_tokens
+    return torch.cat([x, x.new_full(shape, value)], dim)
 
 
 def select_sequence(inputs: Inputs, queries: slice, keys: slice) -> Inputs:
-    dout, q, k, v, out, lse = inputs
-    return Inputs(dout[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries])
+    """One sequence as a batch of one."""
+    dout, q, k, v, out, lse, dlse, sink = inputs
+    rows = (None if x is None else x[None, queries] for x in (dout, q, out))
+    dout, q, out = rows
+    lse, dlse = (None if x is None else x[None, :, queries] for x in (lse, dlse))
+    return Inputs(dout, q, k[None, keys], v[None, keys], out, lse, dlse, sink)
 
 
-def varlen_backward(case: Case, inputs: Inputs, lengths: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
-    cu_seqlens = [
-        torch.tensor([0, *itertools.accumulate(side)], dtype=torch.int32, device=inputs.q.device)
-        for side in zip(*lengths, strict=True)
-    ]
-    longest = [max(side) for side in zip(*lengths, strict=True)]
-    options = {"window_size": case.window_size, "schedule": case.key.schedule}
-    grads: tuple[torch.Tensor, ...] = interface.attention_varlen_backward(
-        *inputs, *cu_seqlens, *longest, case.softmax_scale, case.causal, **options
-    )
-    return grads
+def move_to_front(inputs: Inputs, queries: slice, keys: slice) -> Inputs:
+    """One sequence alone, with tokens behind it that are nobody's: as many in all, so that the kind of mask stays."""
+    one, total_q, total_k = select_sequence(inputs, queries, keys), len(inputs.q), len(inputs.k)
+
+    def fill(x: torch.Tensor | None, total: int, dim: int = 0, value: float = math.nan) -> torch.Tensor | None:
+        return None if x is None else add_tail(x[0], dim, value, total - x.shape[dim + 1])
+
+    dout, q, out = fill(one.dout, total_q), fill(one.q, total_q), fill(one.out, total_q, value=0.0)
+    k, v = fill(one.k, total_k), fill(one.v, total_k)
+    lse, dlse = fill(one.lse, total_q, 1, -math.inf), fill(one.dlse, total_q, 1)
+    return Inputs(dout, q, k, v, out, lse, dlse, one.sink)
 
 
-def assert_same_packed_bits(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str, tally: Tally):
-    tally.comparisons += 1
-    difference = find_difference(tuple(x[None] for x in found), tuple(x[None] for x in expected))
-    assert difference is None, f"{what}: {difference}"
+class Packing(NamedTuple):
+    """Where packed sequences are, as the op takes it."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def pack(case: Case, lengths: Sequence[tuple[int, int]], device: torch.device) -> Packing:
+    """The greatest lengths are those of all sequences of the case, for some of them too: they choose the kind of mask."""
+    starts = (torch.tensor([0, *itertools.accumulate(side)], dtype=torch.int32) for side in zip(*lengths, strict=True))
+    return Packing(*(x.to(device) for x in starts), *(max(side) for side in zip(*case.lengths, strict=True)))
+
+
+def varlen_forward(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE of the op."""
+    arguments = q, k, v, *pack(case, case.lengths, q.device), case.softmax_scale, case.causal, case.window_size
+    options = {"schedule": case.key.schedule, "return_lse": True, "learnable_sink": sink}
+    return interface.flash_attn_varlen_func(*arguments, **options)
+
+
+def varlen_backward(case: Case, x: Inputs, lengths: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+    packing = pack(case, lengths, x.q.device)
+    options = {"window_size": case.window_size, "schedule": case.key.schedule, "dlse": x.dlse}
+    grads = interface.attention_varlen_backward(*x[:6], *packing, case.softmax_scale, case.causal, **options)
+    return *grads, *get_dsink(x)
+
+
+def interleaved_varlen_backward(case: Case, x: Inputs) -> tuple[torch.Tensor, ...]:
+    """The emulator's gradients where CTAs progress at random."""
+    cu_seqlens_q, cu_seqlens_k, *max_seqlens = pack(case, case.lengths, x.q.device)
+    longest = validation.get_longest_shape(x.q, x.k, tuple(max_seqlens), case.causal, case.window_size)
+    num_tokens = len(x.q), len(x.k)
+    schedule = validation.resolve_varlen_schedule(case.key.schedule, longest, num_tokens, len(case.lengths))
+    arguments = x.dout_or_zeros, *x[1:6], cu_seqlens_q, cu_seqlens_k, case.scale, longest.causal, schedule
+    return emulator.backward_varlen(*arguments, window=longest.window, interleaving=case.number, dlse=x.dlse)
 
 
 # Kernels
@@ -576,18 +772,21 @@ def warm_part(keys: list[Key]) -> None:
         if key.varlen:
             num_heads = 2 if key.grouped else 1
             window_size = (50, 0) if key.mask == "local" else (-1, -1)
-            lengths = ((100, 100), (300, 300))
-            case = Case(0, 0, key, 2, num_heads, 1, 300, 300, window_size, None, {}, False, lengths)
+            lengths, layouts = ((100, 100), (300, 300)), dict.fromkeys(LAYOUTS, "contiguous")
+            options = (window_size, None, layouts, False, "both" if key.dlse else "out", False, lengths)
+            case = Case(0, 0, key, 2, num_heads, 1, 300, 300, *options)
             varlen_backward(case, make_varlen_inputs(case, "cuda")[0], lengths)
             continue
         for seqlen in (100, 600):
             layouts = dict.fromkeys(LAYOUTS, "contiguous")
             num_heads = 2 if key.grouped else 1
             window_size = (seqlen // 4, 0) if key.mask == "local" else (-1, -1)
-            case = Case(0, 0, key, 1, num_heads, 1, seqlen, seqlen, window_size, None, layouts, False)
+            uses = "both" if key.dlse else "out"
+            case = Case(0, 0, key, 1, num_heads, 1, seqlen, seqlen, window_size, None, layouts, False, uses)
             if can_implement(case):
                 inputs = make_inputs(case, "cuda")
-                attention_backward(*inputs, None, case.causal, case.window_size, schedule=key.schedule)
+                options = {"schedule": key.schedule, "dlse": inputs.dlse}
+                attention_backward(*inputs[:6], None, case.causal, case.window_size, **options)
 
 
 # The command

@@ -33,7 +33,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu13", "nvidia-cuda-sanitizer-api-cu12")
 KERNELS = "kns=flash_bwd"  # all that have this in their names; not those of torch
-TIMEOUT_S = 240  # per tool; an uninstrumented run takes seconds
+TIMEOUT_S = 420  # per tool; an uninstrumented run takes seconds
 OK, FOUND, UNAVAILABLE = 0, 1, 2
 CONTROLS = {"memcheck": True, "racecheck": False}  # tool -> the fault that it must see, see `sanitizer_control`
 
@@ -78,14 +78,29 @@ class Result:
 
 
 def list_problems() -> list[Configuration]:
-    """Every build of the kernel, with ragged lengths of a few tiles; a tool slows them down by up to 1000 times."""
+    """Every mask of the tuned head dims, and one of each other kind of build.
+
+    Ragged lengths of a few tiles; a tool slows them down by up to 1000 times.
+    """
     extents, window = Extents(1, 2, 2, 200, 300), (90, 20)
     kernels = [("shortest_first", mask) for mask in ("full", "causal", "local")]
     kernels += [("shift", "full"), ("symmetric_shift", "causal")]
-    return [
+    problems = [
         Configuration(schedule, head_dim, mask, window, "bfloat16", extents)
         for head_dim in (64, 128)
         for schedule, mask in kernels
+    ]
+    one = Configuration("shortest_first", 128, "causal", window, "bfloat16", extents)
+    grouped, several = replace(extents, num_heads_kv=1), replace(extents, batch=3, seqlen_k=200)
+    return [
+        *problems,
+        replace(one, extents=grouped),
+        replace(one, extents=several, varlen=True),
+        replace(one, extents=replace(several, num_heads_kv=1), mask="local", varlen=True, dlse=True),
+        replace(one, dlse=True),
+        replace(one, head_dim=96),
+        replace(one, head_dim=192, head_dim_v=128),
+        replace(one, head_dim=256, mask="full"),
     ]
 
 

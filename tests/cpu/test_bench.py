@@ -16,7 +16,7 @@ import torch
 
 import bench.__main__ as command
 from bench import host, implementations, model_vs_measured, report
-from bench.cells import Cell, format_seqlen, list_cells, parse_seqlen, standard_cell
+from bench.cells import Cell, draw_lengths, format_seqlen, list_cells, parse_seqlen, standard_cell
 from bench.device import num_input_sets
 from bench.gate import Verdict, check_candidate
 from bench.implementations import (
@@ -217,8 +217,18 @@ def _repeated(x, q):
     return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
+def _sequences(inputs):
+    """Each packed sequence as a batch of one, without an LSE."""
+    tensors = (t.split(inputs.lengths) for t in (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout))
+    options = None, inputs.softmax_scale, inputs.causal, inputs.window_size
+    return [Inputs(*(t[None] for t in part), *options) for part in zip(*tensors, strict=True)]
+
+
 def _autograd(inputs):
-    """Gradients in fp64 by automatic differentiation of the plain formula, (B, S, H, D)."""
+    """Gradients in fp64 by automatic differentiation of the plain formula, in the shapes of q, k, v."""
+    if inputs.lengths:
+        parts = [_autograd(x) for x in _sequences(inputs)]
+        return tuple(torch.cat([grad[0] for grad in grads]) for grads in zip(*parts, strict=True))
     q, k, v = (t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
     logits = torch.einsum("bihd,bjhd->bhij", q, _repeated(k, q)) * inputs.softmax_scale
     if inputs.causal:
@@ -455,6 +465,121 @@ def test_sustained_must_be_longer_than_what_it_leaves_out():
         time_sustained(lambda: None, FakeClock(), seconds=1.0)
 
 
+# Sequences of different lengths
+
+
+def test_lengths_are_drawn_alike_and_keep_the_tokens():
+    assert draw_lengths(4, 512) == (134, 890, 173, 851)  # recorded results mean these
+    for batch, seqlen in ((32, 512), (7, 1000), (1, 16384), (3, 1)):
+        lengths = draw_lengths(batch, seqlen)
+        assert len(lengths) == batch and sum(lengths) == batch * seqlen and min(lengths) >= max(seqlen // 8, 1)
+    assert draw_lengths(4, 512, seed=1) != draw_lengths(4, 512)
+
+
+@pytest.mark.parametrize(("mask", "window"), [("full", None), ("causal", None), ("local:9:2", (9, 2))])
+def test_a_varlen_cell_counts_the_pairs_of_each_sequence(mask, window):
+    cell = standard_cell(64, mask, 48, batch=5, heads=3, varlen=True)
+    of_lengths = [standard_cell(64, mask, length, batch=1, heads=3).flops for length in cell.lengths]
+    assert cell.flops == sum(of_lengths) and cell.label.endswith("varlen")
+    dense = standard_cell(64, mask, 48, batch=5, heads=3)
+    assert dense != cell and cell.input_bytes == dense.input_bytes and "varlen" not in dense.label
+    shape = cell.problem_shape()
+    assert shape.batch == 1 and shape.seqlen_q == shape.seqlen_k == max(cell.lengths) and shape.window == window
+
+
+VARLEN = standard_cell(64, "causal", 40, batch=5, heads=4, kv_heads=2, varlen=True)
+
+
+@pytest.fixture(params=["causal", "full", "local"])
+def packed(request):
+    generator = torch.Generator().manual_seed(0)
+    total, mask = sum(VARLEN.lengths), request.param
+    q, k, v, dout = (torch.randn((total, h, 64), generator=generator).bfloat16() for h in (4, 2, 2, 4))
+    window_size = (9, 2) if mask == "local" else (-1, -1)
+    return Inputs(q, k, v, torch.zeros_like(q), dout, None, 0.125, mask == "causal", window_size, VARLEN.lengths)
+
+
+def _flash_of_each(inputs):
+    return tuple(g.bfloat16() for g in _autograd(inputs))
+
+
+def test_reference_of_packed_sequences_equals_automatic_differentiation(packed):
+    streams, longest = [0, 3, 8], max(VARLEN.lengths)
+    got = reference_gradients(packed, streams, chunk_rows=32)
+    assert [g.shape[:2] for g in got] == [(6, longest), (3, longest), (3, longest)]
+    alone = [_autograd(x) for x in _sequences(packed)]
+    for place, stream in enumerate(streams):
+        sequence, head = divmod(stream, 2)
+        dq, dk, dv = (grad[0].transpose(0, 1) for grad in alone[sequence])
+        parts = dq[2 * head : 2 * head + 2], dk[head : head + 1], dv[head : head + 1]
+        for g, expected in zip(got, parts, strict=True):
+            mine = g[place * len(expected) : (place + 1) * len(expected)]
+            length = expected.shape[1]
+            torch.testing.assert_close(mine[:, :length], expected, rtol=1e-9, atol=1e-9)
+            assert (mine[:, length:] == 0).all()
+
+
+def test_the_gate_sees_an_error_in_any_packed_sequence(packed):
+    yardstick = make_yardstick(packed, _flash_of_each)
+    lengths = [VARLEN.lengths[stream // 2] for stream in yardstick.streams]
+    assert lengths == sorted(lengths) and (lengths[0], lengths[-1]) == (min(VARLEN.lengths), max(VARLEN.lengths))
+    right = _flash_of_each(packed)
+    assert yardstick.find_error(right) is None
+    for start, length in zip([0, *torch.tensor(VARLEN.lengths).cumsum(0).tolist()], VARLEN.lengths, strict=False):
+        for place, name in enumerate(("dq", "dk", "dv")):
+            wrong = [g.clone() for g in right]
+            wrong[place][start : start + length, 1] *= 1.2
+            assert yardstick.find_error(tuple(wrong)).removeprefix("error of ").startswith(name)
+
+
+def test_packed_sequences_are_for_schedules_of_one_cta_and_peers_that_take_them(fake_flash_attn, packed):
+    candidates, untimed = find_candidates(
+        VARLEN, ["symmetric_shift", "auto"], [PEERS["fa4"], PEERS["cudnn"]], configs=[SHIPPED_CONFIG]
+    )
+    assert "cute-dash hybrid" in [c.key.label for c in candidates]
+    assert {u.schedule or u.implementation for u in untimed} >= {"symmetric_shift"}
+    assert all(u.verdict == NOT_APPLICABLE and u.cell == VARLEN for u in untimed)
+    det = next(c for c in candidates if c.key == FA4_DET)
+    for grad, right in zip(det.prepare(packed)(), _flash_of_each(packed), strict=True):
+        assert torch.equal(grad, right)
+    change = ConfigChange.parse("fuse_dQ=False")
+    assert find_candidates(VARLEN, ["hybrid"], [], configs=[change])[0] == []
+    assert "sequences of one length" in PEERS["cudnn"].refuses(VARLEN)
+
+
+def test_ours_is_called_with_the_packed_sequences(monkeypatch, packed):
+    module = ModuleType("cute_dash.launch")
+    module.backward_varlen = lambda *args, window: (*args, window)
+    monkeypatch.setitem(sys.modules, "cute_dash.launch", module)
+    monkeypatch.setattr(sys.modules["cute_dash"], "launch", module, raising=False)
+    mask = "causal" if packed.causal else "full" if packed.window_size == (-1, -1) else "local:9:2"
+    (candidate,), _ = find_candidates(replace(VARLEN, mask=mask), ["shortest_first"], [])
+    *tensors, cu_q, cu_k, scale, causal, schedule, window = candidate.prepare(packed)()
+    x = packed
+    assert all(a is b for a, b in zip(tensors, (x.dout, x.q, x.k, x.v, x.out, x.lse), strict=True))
+    assert cu_q.dtype == torch.int32 and cu_q.diff().tolist() == list(VARLEN.lengths) and torch.equal(cu_q, cu_k)
+    assert (scale, causal, schedule.name) == (x.softmax_scale, x.causal, "shortest_first")
+    assert window == (None if x.window_size == (-1, -1) else x.window_size)
+
+
+def test_varlen_cells_survive_the_file_and_older_files_are_read(tmp_path):
+    results = _results({VARLEN: {BASELINE: 500.0}, replace(VARLEN, varlen=False): {BASELINE: 600.0}})
+    results.untimed.append(Untimed.of(SHIFT, VARLEN, FAILED, "bits changed"))
+    results.save(tmp_path / "r.json")
+    assert Results.load(tmp_path / "r.json").cells() == [VARLEN, replace(VARLEN, varlen=False)]
+    content = json.loads((tmp_path / "r.json").read_text())
+    for entry in (*content["records"], *content["untimed"]):
+        del entry["varlen"]
+    (tmp_path / "r.json").write_text(json.dumps(content))
+    assert not any(cell.varlen for cell in Results.load(tmp_path / "r.json").cells())
+
+
+def test_varlen_can_be_asked_for(capsys):
+    argv = ["--dry-run", "--head-dim", "128", "--mask", "causal", "--seqlen", "2k", "--kv-heads", "4", "--varlen"]
+    assert command.main([*argv, "--schedule", "auto", "--peers", "none"]) == 0
+    assert capsys.readouterr().out.startswith("hd128 causal 2k kv4 varlen: cute-dash ")
+
+
 # Results file
 
 
@@ -479,7 +604,7 @@ def test_records_have_exactly_the_promised_fields(tmp_path):
     content = json.loads((tmp_path / "r.json").read_text())
     promised = (
         "implementation mode schedule head_dim head_dim_v mask batch seqlen_q seqlen_k heads kv_heads dtype regime "
-        "ms_median ms_min ms_max tflops ratio_to_best_nondet max_rel_err bitwise_runs"
+        "ms_median ms_min ms_max tflops ratio_to_best_nondet max_rel_err bitwise_runs varlen"
     )
     assert list(content["records"][0]) == promised.split()
     assert {"gpu", "sm_count", "driver", "torch", "dsl", "commit", "date", "command"} <= content["environment"].keys()
@@ -787,9 +912,17 @@ def fake_flash_attn(monkeypatch):
         window_size_left=None,
         window_size_right=None,
         deterministic=False,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
     ):
         window_size = tuple(-1 if side is None else side for side in (window_size_left, window_size_right))
-        grads = _autograd(Inputs(q, k, v, out, dout, lse, softmax_scale, causal, window_size))
+        lengths = None
+        if cu_seqlens_q is not None:
+            lengths = tuple(cu_seqlens_k.diff().tolist())
+            assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k == max(lengths)
+        grads = _autograd(Inputs(q, k, v, out, dout, lse, softmax_scale, causal, window_size, lengths))
         sign = 1 if deterministic else -1
         return *(sign * g.to(q.dtype) for g in grads), None
 

@@ -90,9 +90,13 @@ def test_sanitizer_is_found_in_the_path_and_the_toolkit(stand_in, tmp_path, monk
 
 def test_every_build_is_among_the_problems():
     problems = sanitize.list_problems()
-    assert {(c.head_dim, c.mask) for c in problems} == {
+    assert {(c.head_dim, c.mask) for c in problems} >= {
         (head_dim, mask) for head_dim in (64, 128) for mask in ("full", "causal", "local")
     }
+    assert {c.head_dim for c in problems} == {64, 96, 128, 192, 256}
+    assert any(c.extents.num_heads_kv == 1 for c in problems) and any(c.head_dim_v == 128 for c in problems)
+    assert any(c.varlen for c in problems) and any(c.dlse and not c.varlen for c in problems)
+    assert len({c.describe() for c in problems}) == len(problems)  # findings are told apart by it
     for configuration in problems:
         assert configuration.make_problem("cpu").concrete.name == configuration.schedule  # none is left out
 

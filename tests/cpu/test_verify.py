@@ -5,7 +5,7 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import pytest
 import torch
@@ -51,6 +51,9 @@ class FakeSubject:
 
     def select(self, sequences):
         return replace(self, sequences=tuple(sequences), runs=[])
+
+    def select_gradients(self, sequences):
+        return tuple(x[list(sequences)] for x in self.expected)
 
 
 # Comparison
@@ -198,6 +201,74 @@ def test_fewer_kv_heads_are_taken_where_the_op_takes_them():
         assert "k has 1 heads" in str(error)
         return
     assert problem.k.shape[2] == 1 and problem.expected[1].shape == problem.k.shape
+
+
+# Sequences of different lengths and gradients of the LSE
+
+
+VARLEN = Configuration("baseline", 64, "causal", (-1, -1), "bfloat16", replace(SMALL, batch=3), varlen=True, dlse=True)
+
+
+def test_packed_sequences_keep_their_bits_wherever_they_are():
+    problem = VARLEN.make_problem("cpu")
+    assert problem.lengths == ((300, 300), (200, 200), (100, 100)) and problem.q.shape == (1, 600, 2, 64)
+    outcomes = verify.verify(problem, verify.EMULATOR_CONDITIONS, {})
+    assert {name: outcome.runs for name, outcome in outcomes.items()} == {"interleavings": 8, "batches": 4}
+    assert all(outcome.all_equal for outcome in outcomes.values())
+    moved = problem.select([2, 0])
+    assert moved.lengths == ((100, 100), (300, 300)) and moved.max_seqlens == problem.max_seqlens
+    assert torch.equal(moved.k[:, :100], problem.k[:, 500:]) and torch.equal(
+        moved.lse[..., 100:400], problem.lse[..., :300]
+    )
+    dq, dk, _ = problem.select_gradients([2, 0])
+    assert torch.equal(dq[:, :100], problem.expected[0][:, 500:]) and (dk[:, 400:] == 0).all()
+
+
+def test_a_window_keeps_its_kind_for_a_short_sequence_alone():
+    problem = replace(VARLEN, mask="local", window_size=(150, 0)).make_problem("cpu")
+    assert problem.select([2]).longest == problem.longest and problem.longest.window == (150, 0)
+    outcome = verify.verify(problem, {"batches": (verify.other_batches, 5)}, {})["batches"]
+    assert outcome.runs == 5 and outcome.all_equal
+
+
+def test_the_control_differs_with_packed_sequences_too():
+    control = replace(VARLEN, schedule="unordered", mask="full", extents=verify.EMULATOR_EXTENTS)
+    assert verify.find_any_difference(control.make_problem("cpu"), verify.plain, 100).first.gradient == "dq"
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_the_gradient_of_the_lse_is_in_the_run(varlen):
+    problem = replace(VARLEN, varlen=varlen).make_problem("cpu")
+    assert problem.dlse.shape == problem.lse.shape
+    with_dlse, without = problem.expected, replace(problem, dlse=None).backward()
+    assert not torch.equal(with_dlse[0], without[0]) and torch.equal(with_dlse[2], without[2])
+    moved = problem.select([1])
+    assert moved.dlse.shape == moved.lse.shape
+
+
+def test_fresh_processes_get_packed_sequences_and_gradients_of_the_lse():
+    problems = []
+    for options in ({"varlen": True}, {"dlse": True}, {"varlen": True, "dlse": True}):
+        emulated = replace(VARLEN, **{"varlen": False, "dlse": False, **options}).make_problem("cpu")
+        kind = verify.VarlenProblem if options.get("varlen") else verify.Problem
+        problems.append(kind(**{name.name: getattr(emulated, name.name) for name in fields(kind)}))
+    outcomes = [Outcome() for _ in problems]
+    for index, sample in verify_gpu.fresh_processes(problems, {"process": {}}):
+        assert outcomes[index].add(sample), outcomes[index].first
+    assert [outcome.runs for outcome in outcomes] == [1, 1, 1]
+    dq, dk, dv = problems[2].backward()
+    problems[2]._first[:] = [(dq + 1, dk, dv)]
+    ((_, sample),) = verify_gpu.fresh_processes([problems[2]], {"process": {}})
+    assert torch.equal(sample.found[0], dq)
+
+
+def test_command_with_packed_sequences(capsys):
+    argv = ["verify-bits", "--emulator", "--minutes", "0", "--head-dim", "64", "--mask", "full", "--seqlen-q", "200"]
+    assert cli.main([*argv, "--varlen", "--dlse", "--schedule", "shift", "auto", "--json"]) == cli.OK
+    report = json.loads(capsys.readouterr().out)
+    assert [row["configuration"]["varlen"] and row["configuration"]["dlse"] for row in report["rows"]] == [True]
+    assert "may need several resident CTAs" in report["left_out"][0]
+    assert report["controls"][0]["configuration"]["varlen"]
 
 
 # Selection and report

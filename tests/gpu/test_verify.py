@@ -63,6 +63,17 @@ def test_bits_hold_under_every_condition(name, head_dim, mask):
             assert outcome.in_force >= max(share * outcome.runs, min(outcome.runs, 1)), f"{condition}: {outcome}"
 
 
+@pytest.mark.parametrize("options", [{"varlen": True}, {"dlse": True}, {"varlen": True, "dlse": True}], ids=str)
+@pytest.mark.parametrize(("head_dim", "mask", "window_size"), CLASSES, ids=str)
+def test_bits_hold_with_packed_sequences_and_gradients_of_the_lse(head_dim, mask, window_size, options):
+    configuration = Configuration("longest_first", head_dim, mask, window_size, "bfloat16", SMALL, **options)
+    problem = configuration.make_problem("cuda")
+    for condition, (samples_of, num_runs) in verify_gpu.CONDITIONS.items():
+        outcome = collect(samples_of(problem, min(num_runs, 12)))
+        assert outcome.runs and outcome.all_equal, f"{condition}, {outcome.where}: {outcome.first}"
+        assert outcome.in_force >= HELD_SHARE.get(condition, 0) * outcome.runs, f"{condition}: {outcome}"
+
+
 def problem_shape(problem):
     return verify.validation.get_shape(problem.q, problem.k, problem.causal, problem.window_size)
 
