@@ -25,8 +25,8 @@ LENGTHS_SEED = 0  # of the lengths of a varlen cell
 class Cell:
     """One shape of the backward call; query and key lengths are equal, and so are their heads unless kv_heads is given.
 
-    A varlen cell has sequences of different lengths, packed one behind the other: those of `draw_lengths`, whose mean is
-    seqlen, so that it has the tokens of the cell without.
+    A varlen cell has sequences of different lengths, packed one behind the other: those of `draw_lengths`, whose mean
+    is seqlen, so that it has the tokens of the cell without.
 
     Raises:
         ValueError: an extent below 1, KV heads that do not divide the heads, or a mask or dtype that is not known.

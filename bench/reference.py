@@ -70,7 +70,7 @@ class Yardstick:
         flash: dq, dk, dv of the flash backward, each (B, S, H, D), or packed.
         budgets: allowed relative error of dq, dk, dv against `reference`.
         distances: allowed relative distance of dq, dk, dv from `flash`, for each head of each sequence.
-        lengths: tokens of each packed sequence, as in `Inputs`; S above is that of the longest, with zeros behind others.
+        lengths: tokens of each packed sequence, as in `Inputs`; S above is the longest's, with zeros behind others.
     """
 
     streams: list[int]
@@ -236,7 +236,7 @@ def _errors_of_streams(
 
 
 def _streams(x: torch.Tensor, lengths: tuple[int, ...] | None) -> torch.Tensor:
-    """(B, S, H, D), or packed (T, H, D) -> (B * H, S, D), with zeros behind packed sequences that are not the longest."""
+    """(B, S, H, D), or packed (T, H, D) -> (B * H, S, D), with zeros behind packed sequences but the longest."""
     if lengths:
         x = torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True)
     return x.transpose(1, 2).flatten(0, 1)

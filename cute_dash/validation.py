@@ -101,7 +101,7 @@ def check_softcap(softcap: float) -> None:
 
 
 def _is_number(x: object, usual: type, kind: type) -> bool:
-    """Whether x is a `kind` of number and no bool. One of the `usual` type is told without the abstract class's 0.3 us."""
+    """Whether x is a `kind` of number, no bool. One of the `usual` type is told without the abstract class's 0.3 us."""
     return type(x) is usual or (isinstance(x, kind) and not isinstance(x, bool))
 
 

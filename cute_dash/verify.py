@@ -2,8 +2,8 @@
 
 Host, with torch. The harness knows neither the GPU nor the kernel: it compares what a `Subject` returns, and a
 condition says when and how it is asked. Here are the conditions that make sense on any device and those of the CPU
-emulator; `cute_dash.verify_gpu` has those of a GPU. Tensors are (batch, seqlen, num_heads, head_dim), and with sequences of
-different lengths (1, total tokens, num_heads, head_dim).
+emulator; `cute_dash.verify_gpu` has those of a GPU. Tensors are (batch, seqlen, num_heads, head_dim), and with
+sequences of different lengths (1, total tokens, num_heads, head_dim).
 
 A proof needs its negative control: the same harness must see the comparator `unordered` change its bits.
 """
@@ -46,7 +46,8 @@ class Difference:
 
     Attributes:
         gradient: dq, dk or dv.
-        batch, row, head, column: where: sequence, token (of all, where sequences are packed), head, element of the head dim.
+        batch, row, head, column: where: sequence, token (of all, where sequences are packed), head, element of the head
+            dim.
         expected, found: the two values.
         count, size: elements of this gradient that differ, and all of them.
     """
@@ -339,7 +340,7 @@ class VarlenProblem(Problem):
         return tuple(grad[None] for grad in grads)
 
     def select(self, sequences: Sequence[int]) -> "VarlenProblem":
-        """The tokens of the others are behind, where they are nobody's: as many in all, so that the kind of mask stays."""
+        """The others' tokens are behind, where they are nobody's: as many in all, so that the kind of mask stays."""
         others = [i for i in range(self.batch) if i not in sequences]
         queries, keys = (self._list_tokens(side, [*sequences, *others]) for side in (0, 1))
         parts: dict[str, Any] = {name: getattr(self, name)[:, queries] for name in ("dout", "q", "out")}
@@ -434,7 +435,7 @@ class Extents:
 
 
 def vary_lengths(extents: Extents) -> tuple[tuple[int, int], ...]:
-    """Queries and keys of each of `batch` sequences of different lengths: all of the extents, and ever less in equal steps."""
+    """Queries and keys of `batch` sequences of different lengths: all of the extents, and ever less in equal steps."""
     x = extents
     return tuple((-(-x.seqlen_q * i // x.batch), -(-x.seqlen_k * i // x.batch)) for i in range(x.batch, 0, -1))
 

@@ -22,8 +22,10 @@ FIGURE = regions.FIGURES / "training.png"
 SCHEDULES = ("auto", "unordered")
 ENVIRONMENT = "environment.txt"
 STEPS = 200
-NONE = """Pictures of such runs are not in the repository yet: `python -m docs.make_training --run` on a Hopper GPU records them, and
-`python -m docs.make_training` draws them."""
+NONE = (
+    "Pictures of such runs are not in the repository yet: `python -m docs.make_training --run` on a Hopper GPU "
+    "records them, and\n`python -m docs.make_training` draws them."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,12 +1,13 @@
 """The fastest deterministic schedule for a shape, from a table: never from a timing at run time, nor from the device.
 
 A timing would change the bits from one machine to the next. A schedule that needs more than one resident CTA must gain
-over 2%, and need few of them: on an H200, at head dim 64 (Q tiles of 128 tokens), `shift` gains 1 to 10% over the best of the
-others at 4 to 16 KV tiles, where it needs at most 16. `hybrid` is ahead under the causal mask at all lengths, and depends on batch
-and heads: for gradients that must not change with the batch around a sequence take `auto_invariant`.
+over 2%, and need few of them: on an H200, at head dim 64 (Q tiles of 128 tokens), `shift` gains 1 to 10% over the best
+of the others at 4 to 16 KV tiles, where it needs at most 16. `hybrid` is ahead under the causal mask at all lengths,
+and depends on batch and heads: for gradients that must not change with the batch around a sequence take
+`auto_invariant`.
 
-Of a sliding window (mask "local") all KV tiles are about equally long, so there is no tail to fill: `shortest_first`, in
-which nobody waits. Measured at 8k tokens with windows of 1,024: 3% ahead of `longest_first`.
+Of a sliding window (mask "local") all KV tiles are about equally long, so there is no tail to fill: `shortest_first`,
+in which nobody waits. Measured at 8k tokens with windows of 1,024: 3% ahead of `longest_first`.
 
 The table (first row that fits; KV tiles of one stream):
 

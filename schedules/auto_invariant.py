@@ -1,8 +1,8 @@
 """The fastest batch-invariant schedule for a shape, from a table: `auto` for sequences whose batch changes around them.
 
-The mask, the Q tile and the number of KV tiles of one stream choose the row, never batch or heads: a sequence keeps the bits of its
-gradients whatever it is batched with. What needs more than one resident CTA must gain over 2%, as in `auto`.
-Sliding windows (mask "local") run as there.
+The mask, the Q tile and the number of KV tiles of one stream choose the row, never batch or heads: a sequence keeps the
+bits of its gradients whatever it is batched with. What needs more than one resident CTA must gain over 2%, as in
+`auto`. Sliding windows (mask "local") run as there.
 
 The table (first row that fits; KV tiles of one stream):
 

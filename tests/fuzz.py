@@ -1,10 +1,10 @@
 """Random problems of the op, replayable: `python -m tests.fuzz --cases 2000 --seed 0`, one of them with `--only 17`.
 
-A case draws lengths (ragged ones and tile edges), mask, head dims, heads, dtype, scale, schedule, which gradients come in,
-a learnable sink and the strides of every tensor from its seed and number, and nothing else. Checked of each:
+A case draws lengths (ragged ones and tile edges), mask, head dims, heads, dtype, scale, schedule, which gradients come
+in, a learnable sink and the strides of every tensor from its seed and number, and nothing else. Checked of each:
 
-- gradients against fp64, within the project's error budget (`cute_dash.testing`), and finite: of q, k, v and, where there
-  is one, of a sink; with a gradient of out, of the LSE, or of both;
+- gradients against fp64, within the project's error budget (`cute_dash.testing`), and finite: of q, k, v and, where
+  there is one, of a sink; with a gradient of out, of the LSE, or of both;
 - on the GPU: equal bits when outputs and workspace start as NaN and as large numbers, and with contiguous inputs; on
   small problems the emulator's gradients, within the same budget;
 - on the CPU: equal bits of the emulator in random interleavings of the CTAs, and with contiguous inputs;
@@ -12,8 +12,9 @@ a learnable sink and the strides of every tensor from its seed and number, and n
 - batch-invariant schedules: equal bits of a sequence alone;
 - sequences of different lengths: each of them against fp64, equal bits alone, zeros elsewhere.
 
-On a Hopper GPU it takes kernels from a fixed list, KEYS, and compiles them first, in several processes at once; elsewhere
-it runs the emulator on small problems. Exit status: 0 all passed, 1 some failed, each named with what replays it.
+On a Hopper GPU it takes kernels from a fixed list, KEYS, and compiles them first, in several processes at once;
+elsewhere it runs the emulator on small problems. Exit status: 0 all passed, 1 some failed, each named with what replays
+it.
 """
 
 import argparse
@@ -183,8 +184,8 @@ class Case:
         window = f" {self.window_size}" if key.mask == "local" else ""
         lengths = ", ".join(f"{q} x {k}" for q, k in self.lengths or [(self.seqlen_q, self.seqlen_k)])
         return (
-            f"{key.schedule}, head dim {describe_head_dims(key.head_dim, key.head_dim_v)}, {key.mask}{window}, {key.dtype}, batch {self.batch}, "
-            f"{self.num_heads} heads, {self.num_heads_kv} KV heads, {lengths} tokens, "
+            f"{key.schedule}, head dim {describe_head_dims(key.head_dim, key.head_dim_v)}, {key.mask}{window}, "
+            f"{key.dtype}, batch {self.batch}, {self.num_heads} heads, {self.num_heads_kv} KV heads, {lengths} tokens, "
             f"scale {self.softmax_scale}, gradient of {self.uses}, {'own forward, ' if self.own_forward else ''}"
             f"{'sink, ' if self.sink else ''}{layouts}"
         )
@@ -229,7 +230,7 @@ def draw_case(seed: int, number: int, keys: list[Key], limits: Limits) -> Case:
 
 
 def draw_tensors(rng: random.Random, key: Key) -> tuple[dict[str, str], bool, str, bool]:
-    """The strides of all tensors, whether the forward is the op's own, which gradients come in, whether there is a sink."""
+    """Strides of all tensors, whether the forward is the op's own, which gradients come in, whether there is a sink."""
     layouts = {name: rng.choice(LAYOUTS[name]) for name in LAYOUTS}
     return layouts, rng.random() < 0.2, rng.choice(["lse", "both"]) if key.dlse else "out", rng.random() < 0.15
 
@@ -722,7 +723,7 @@ class Packing(NamedTuple):
 
 
 def pack(case: Case, lengths: Sequence[tuple[int, int]], device: torch.device) -> Packing:
-    """The greatest lengths are those of all sequences of the case, for some of them too: they choose the kind of mask."""
+    """The greatest lengths are the whole case's, for some of its sequences too: they choose the kind of mask."""
     starts = (torch.tensor([0, *itertools.accumulate(side)], dtype=torch.int32) for side in zip(*lengths, strict=True))
     return Packing(*(x.to(device) for x in starts), *(max(side) for side in zip(*case.lengths, strict=True)))
 
@@ -823,8 +824,8 @@ def describe_error(error: Exception) -> str:
 def summarize(seed: int, tally: Tally, device: str, seconds: float) -> str:
     return (
         f"fuzz on {device}: seed {seed}, {tally.passed + len(tally.failures)} cases, {tally.passed} passed, "
-        f"{len(tally.failures)} failed; {tally.comparisons} comparisons of bits; worst error {tally.worst_ratio:.2f} times "
-        f"the comparator's, {BUDGET:g} or half an ulp allowed ({tally.worst_case or 'none'}); {seconds:.0f} s"
+        f"{len(tally.failures)} failed; {tally.comparisons} comparisons of bits; worst error {tally.worst_ratio:.2f} "
+        f"times the comparator's, {BUDGET:g} or half an ulp allowed ({tally.worst_case or 'none'}); {seconds:.0f} s"
     )
 
 

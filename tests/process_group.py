@@ -20,7 +20,7 @@ GRACE_SECONDS = 10  # for the other ranks once one has failed: they may wait for
 class ProcessGroup:
     """`world_size` processes that live as long as this context manager: starting one takes longer than most tests.
 
-    After a failure the processes are killed, and the next function gets new ones: one that hangs costs its timeout once.
+    After a failure the processes are killed, and the next function gets new ones: a hang costs its timeout once.
     """
 
     def __init__(self, world_size, backend, timeout_seconds=TIMEOUT_SECONDS):
@@ -39,7 +39,7 @@ class ProcessGroup:
         """function(*args) on every rank at once; a list of the results, which are pickled, by rank.
 
         Raises:
-            RuntimeError: with the tracebacks of the ranks on which it raised, and which ranks died or did not come back.
+            RuntimeError: with the tracebacks of ranks on which it raised, and which ranks died or did not come back.
         """
         if not self._processes:
             self._start()

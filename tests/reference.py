@@ -6,7 +6,7 @@ import torch
 
 
 def attend(q, k, v, softmax_scale, causal=False, window_size=(-1, -1), learnable_sink=None):
-    """out (batch, seqlen_q, num_heads, head_dim) and LSE (batch, num_heads, seqlen_q), of one softmax over keys and sink."""
+    """out (batch, seqlen_q, num_heads, head_dim), LSE (batch, num_heads, seqlen_q), one softmax over keys and sink."""
     group_size = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group_size, dim=2) for x in (k, v))
     scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * softmax_scale

@@ -1,29 +1,32 @@
 """compute-sanitizer on the backward kernels: `python -m tests.sanitize`, or `make sanitize`.
 
-Runs a small matrix of tiny problems under memcheck, racecheck and synccheck and prints what each found, per problem. Needs a
-Hopper GPU and compute-sanitizer (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api for CUDA 13, ...-api-cu12 for CUDA 12).
-Exit status: 0 nothing found, 1 something found, or a tool did not see the fault that it must see, 2 not available here.
+Runs a small matrix of tiny problems under memcheck, racecheck and synccheck and prints what each found, per problem.
+Needs a Hopper GPU and compute-sanitizer (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api for CUDA 13,
+...-api-cu12 for CUDA 12). Exit status: 0 nothing found, 1 something found, or a tool did not see the fault that it must
+see, 2 not available here.
 
 What a finding would mean in a kernel of TMA copies, mbarriers and named barriers:
 
 memcheck    An access outside its allocation (the caching allocator is off, so that tensors have bounds). Of LOAD, the
             epilogues and finished dQ it is the TMA's coordinates or its descriptor: rows beyond the sequence are
-            clipped by it, so nothing may be reported for ragged lengths. Of the store warps it is the offset into dQaccum
-            (m_block, stream) or the workspace's size; of the preprocess kernel, the row statistics. Old versions took
-            operands of wgmma for larger than they are (compute-sanitizer-samples #19): "Invalid __shared__ ?" with an
-            address near the end of the CTA's memory is that, if it comes with every shape.
-racecheck   Two threads on one shared-memory address without an order between them: for the generic accesses, sStats and sOnes,
-            sWork, the staging of dQ, dK, dV. An arrival orders what its own thread did before: the classic fault is that all lanes
-            write and one elected lane arrives without a sync_warp between. A hazard that names sdQ is a dQFull, dQEmpty,
-            dQFree or, within a warpgroup, dQSum barrier; sdS, PdS; sK or sV, Epilogue. Copies by the TMA and operands of
-            wgmma belong to the async proxy, which the tool knows in part only: no finding proves nothing for them, and a finding
-            that has a TMA on one side is to be held against its mbarrier (expect_bytes, wait_full, arrive_empty) before it is
-            believed.
-            Global memory is not looked at, so the turnstile and dQaccum are not covered: bits and test_turnstile.py do that.
-synccheck   Barriers used wrongly: an mbarrier that is waited for without having been initialised, or left with arrivals that
-            nobody waited for when the CTA ends ("Missing wait"); divergent threads at a named barrier, or another number
-            of threads than it was told. A ring that nobody drains at its end is a finding of this kind and harmless only if no
-            copy is still on its way into the CTA's memory. An arrival count that is too small would show as a hang instead.
+            clipped by it, so nothing may be reported for ragged lengths. Of the store warps it is the offset into
+            dQaccum (m_block, stream) or the workspace's size; of the preprocess kernel, the row statistics. Old
+            versions took operands of wgmma for larger than they are (compute-sanitizer-samples #19): "Invalid
+            __shared__ ?" with an address near the end of the CTA's memory is that, if it comes with every shape.
+racecheck   Two threads on one shared-memory address without an order between them: for the generic accesses, sStats and
+            sOnes, sWork, the staging of dQ, dK, dV. An arrival orders what its own thread did before: the classic fault
+            is that all lanes write and one elected lane arrives without a sync_warp between. A hazard that names sdQ is
+            a dQFull, dQEmpty, dQFree or, within a warpgroup, dQSum barrier; sdS, PdS; sK or sV, Epilogue. Copies by the
+            TMA and operands of wgmma belong to the async proxy, which the tool knows in part only: no finding proves
+            nothing for them, and a finding that has a TMA on one side is to be held against its mbarrier (expect_bytes,
+            wait_full, arrive_empty) before it is believed.
+            Global memory is not looked at, so the turnstile and dQaccum are not covered: bits and test_turnstile.py do
+            that.
+synccheck   Barriers used wrongly: an mbarrier that is waited for without having been initialised, or left with arrivals
+            that nobody waited for when the CTA ends ("Missing wait"); divergent threads at a named barrier, or another
+            number of threads than it was told. A ring that nobody drains at its end is a finding of this kind and
+            harmless only if no copy is still on its way into the CTA's memory. An arrival count that is too small would
+            show as a hang instead.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What ptxas made of a backward: the kernels of one build, disassembled, with their resources. Host only, no GPU needed.
+"""What ptxas made of a backward: the kernels of one build, disassembled, with their resources. Host only, no GPU.
 
 The DSL keeps the cubin on request. `nvdisasm` comes from the PyPI package nvidia-cuda-nvdisasm (the dev extra); its
 plain output holds both the instructions and, in .nv.info, the registers and the stack frame of each kernel.

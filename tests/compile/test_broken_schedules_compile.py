@@ -32,7 +32,10 @@ def test_the_checker_explains_what_the_dsl_found(mistake):
 @pytest.mark.parametrize("mistake", ["if", "loop"], indirect=True)
 def test_without_the_checker_the_dsl_s_words_are_those_of_rule_4(mistake, monkeypatch):
     monkeypatch.setattr(compile_module, "find_small_violation", lambda schedule, config: None)
-    advice = r"rule 4 \(traceable\): Broken\.get_\w+ \(.*line \d+\) (asks for the truth value|takes a traced value for an index)"
+    advice = (
+        r"rule 4 \(traceable\): Broken\.get_\w+ \(.*line \d+\) "
+        r"(asks for the truth value|takes a traced value for an index)"
+    )
     with pytest.raises(ScheduleError, match=advice) as caught:
         compile_broken()
     assert "\n" not in str(caught.value)

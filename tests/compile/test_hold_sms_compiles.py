@@ -1,4 +1,4 @@
-"""The kernel that keeps SMs from the backward, for `cute-dash verify-bits`: no CTA fits beside it, and it ends by itself."""
+"""The kernel that keeps SMs from the backward (`cute-dash verify-bits`): no CTA fits beside it; it ends by itself."""
 
 from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
 from cute_dash.kernels.hold_sms import HELD_SMEM_BYTES, compile_hold_sms

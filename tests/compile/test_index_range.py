@@ -36,7 +36,7 @@ def call(function, *arguments):
 
 @cute.jit
 def find_rows(found: cute.Tensor, shape, strides, place):
-    """Where the preprocess kernel reads a row: in the whole tensor, and in the view of a sequence that starts 5 before."""
+    """Where the preprocess kernel reads a row: in the whole tensor, and in the view of a sequence starting 5 before."""
     (seqlen, num_heads, batch), (stride, stride_head, stride_batch) = shape, strides
     layout = cute.make_layout((seqlen, 64, num_heads, batch), stride=(stride, 1, stride_head, stride_batch))
     base = cute.recast_ptr(found.iterator, dtype=cutlass.BFloat16)

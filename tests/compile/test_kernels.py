@@ -1,8 +1,9 @@
 """The machine code of the kernels for sm_90a, compiled and disassembled without a GPU.
 
-Every tuned head dim, mask (full, causal, local) and concrete schedule of the registry that orders the mask, in bf16; fp16, debug and cooperative
-builds of one schedule each; the tiles of the other head dims over masks and kinds of builds; some of the head dims that are padded in the tiles. A
-build takes a few seconds and is shared by all tests of its key.
+Every tuned head dim, mask (full, causal, local) and concrete schedule of the registry that orders the mask, in bf16;
+fp16, debug and cooperative builds of one schedule each; the tiles of the other head dims over masks and kinds of
+builds; some of the head dims that are padded in the tiles. A build takes a few seconds and is shared by all tests of
+its key.
 """
 
 import re
@@ -260,7 +261,7 @@ def test_nothing_is_spilled(key):
 
 
 def keeps_values_between_steps(key):
-    """Where a work tile is, in a sequence and under a mask, at the head dims whose accumulators leave the least room."""
+    """Where a work tile is, in a sequence and under a mask, at the head dims whose accumulators leave least room."""
     return key.varlen and key.config.mask != "full" and key.config.head_dim_padded in (128, 256)
 
 
@@ -288,7 +289,7 @@ def test_warpgroup_mmas_are_those_of_the_config(key):
 
 @every_build
 def test_no_multiplication_is_done_twice(key):
-    """Five products of tile_m x tile_n x a head dim per step, and a k-step for each statistic, however each is split."""
+    """Five products of tile_m x tile_n x a head dim per step, and a k-step per statistic, however each is split."""
     shapes = build_and_disassemble(key)["main"].hgmma_shapes()
     per_warpgroup = sum(m * n * k * count for (m, n, k), count in shapes.items())
     config = key.config
@@ -377,7 +378,7 @@ def test_registers(key):
 
 
 def test_a_window_costs_a_second_mask_and_a_third_claim():
-    """The local kernel beside the causal one of the same tiles and schedule: the same products, loads and exponentials."""
+    """The local kernel beside the causal one of the same tiles and schedule: same products, loads and exponentials."""
     schedule = registry.load("shortest_first")
     for head_dim in TUNED_HEAD_DIMS:
         local, causal = (

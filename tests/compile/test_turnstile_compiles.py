@@ -1,4 +1,4 @@
-"""The kernel of `tests/gpu/test_turnstile.py` compiles for Hopper and holds the turnstile that it is to test; no GPU."""
+"""The kernel of `tests/gpu/test_turnstile.py` compiles for Hopper and holds the turnstile it is to test; no GPU."""
 
 import pytest
 

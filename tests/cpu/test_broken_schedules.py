@@ -1,4 +1,4 @@
-"""What users get wrong in a schedule is said in one line that names the method and the rule: by `check` and by the op."""
+"""What users get wrong in a schedule is said in one line that names the method and the rule: by `check` and the op."""
 
 import re
 import sys

@@ -213,8 +213,8 @@ class LiesOnTheDevice(Base):
             WaitsForLater(),
             CAUSAL,
             r"rule 2 .*deadlock with 1 resident CTAs: tile \(n_block=0, .*\) \(work_idx 0\) waits at step 1 for "
-            r"lock value 1 of m_block=1, which stands at 0; n_block=1, whose turn it is, is claimed later \(work_idx 2\)\. "
-            r"To put it right, let get_work_tile claim .* or min_resident_ctas ask for more CTAs",
+            r"lock value 1 of m_block=1, which stands at 0; n_block=1, whose turn it is, is claimed later "
+            r"\(work_idx 2\)\. To put it right, let get_work_tile claim .* or min_resident_ctas ask for more CTAs",
         ),
         (
             WaitsInARing(),
@@ -338,7 +338,8 @@ class ComparesWithTheWindow(Base):
     [
         (
             CountsFromZero(),
-            r"n_block=1, .*m_block=2 \(step 1\): get_lock_count gives 2, but|n_block=2.*get_lock_value gives 2; allowed: ints in",
+            r"n_block=1, .*m_block=2 \(step 1\): get_lock_count gives 2, but|"
+            r"n_block=2.*get_lock_value gives 2; allowed: ints in",
         ),
         (EndsWithTheLastQueries(), r"n_block=0.* get_m_block gives 3 at step 0; the mask leaves it ints in \[0, 2\)"),
         (ComparesWithTheWindow(), r"rule 4 \(traceable\).*a traced condition has no truth value"),
@@ -377,9 +378,9 @@ def test_progress_is_proved_for_the_whole_group_of_query_heads():
     check(WaitsForAVisitor(), shape)
     message = find_violation(WaitsForAVisitor(), replace(shape, group_size=2))
     assert message is not None and message.startswith(
-        "rule 2 (progress): deadlock with 2 resident CTAs: tile (n_block=0, head_idx=0, batch_idx=0) (work_idx 0) waits at "
-        "step 2 for lock value 1 of m_block=0, which stands at 0; n_block=1, whose turn it is, (work_idx 1) is itself stuck "
-        "at step 1, m_block=1"
+        "rule 2 (progress): deadlock with 2 resident CTAs: tile (n_block=0, head_idx=0, batch_idx=0) (work_idx 0) "
+        "waits at step 2 for lock value 1 of m_block=0, which stands at 0; n_block=1, whose turn it is, (work_idx 1) "
+        "is itself stuck at step 1, m_block=1"
     )
 
     class Honest(WaitsForAVisitor):

@@ -24,9 +24,10 @@ ORDERED = sorted(TESTED_SCHEDULES - {"unordered"})
 class Cta:
     """What one CTA's store warps have left to do, and how far its staging buffer is.
 
-    A step of the running number `it` belongs to warp it % 2, which takes its turn, adds and releases, in this order, and
-    then only looks at its next step. Steps are staged one after the other: the buffer must have been read. The kernel
-    waits for the buffer before it waits for a turn, but for the last to add to a dQ tile; here every turn may come first.
+    A step of the running number `it` belongs to warp it % 2, which takes its turn, adds and releases, in this order,
+    and then only looks at its next step. Steps are staged one after the other: the buffer must have been read. The
+    kernel waits for the buffer before it waits for a turn, but for the last to add to a dQ tile; here every turn may
+    come first.
     """
 
     def __init__(self):
@@ -51,7 +52,10 @@ class Cta:
 
 
 class Kernel:
-    """All CTAs of a launch. `claim_after` is the event of a tile's last step that claims the next: "look", "turn" or "add"."""
+    """All CTAs of a launch.
+
+    `claim_after` is the event of a tile's last step that claims the next: "look", "turn" or "add".
+    """
 
     def __init__(self, schedule, shape, num_ctas, claim_after):
         self.schedule, self.shape, self.claim_after = schedule, shape, claim_after
@@ -167,7 +171,7 @@ def test_no_timing_deadlocks_sequences_of_different_lengths(name, mask):
 
 
 def test_a_claim_with_a_turn_outstanding_deadlocks():
-    """Tile 0 of three has its last turn before the turn of the step before, and may then claim the tile it waits for."""
+    """Tile 0 of 3 has its last turn before the turn of the step before, and may then claim the tile it waits for."""
     schedule, shape = registry.load("symmetric_shift"), shape_of(384, 384, 1, 64, True)
     assert shape.num_n_blocks == 3
     rng = random.Random(0)

@@ -318,7 +318,8 @@ WINDOW = ["--window", "512,0", "--seqlen-q", "1k"]
 def test_check_of_a_window(capsys):
     assert main(["check", "auto", *WINDOW, "--seqlen-k", "2k"]) == 0
     assert capsys.readouterr().out == (
-        "shortest_first version 1 keeps every rule for window 512,0, 1024 x 2048 tokens (16 x 16 tiles), batch 1, 4 heads\n"
+        "shortest_first version 1 keeps every rule for window 512,0, 1024 x 2048 tokens (16 x 16 tiles), batch 1, "
+        "4 heads\n"
     )
 
 
@@ -490,7 +491,8 @@ def test_what_takes_long_says_so_and_what_does_not_is_silent(monkeypatch, capsys
 
 BRANCHING = DEADLOCKING.replace(
     "def get_lock_value(self, m_block, tile, shape):",
-    "def get_m_block(self, step, tile, shape):\n        if step > 0:\n            return super().get_m_block(step, tile, shape)",
+    "def get_m_block(self, step, tile, shape):\n        if step > 0:\n"
+    "            return super().get_m_block(step, tile, shape)",
 ).replace("shape.get_n_block_max(m_block) - 1 - tile.n_block", "super().get_m_block(step, tile, shape)")
 
 

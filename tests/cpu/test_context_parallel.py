@@ -127,7 +127,7 @@ def test_gradients_of_attention(gloo, method, layout, causal, world_size):
 @METHODS
 @MASKS
 def test_error_in_bf16_is_that_of_one_device(gloo, method, causal):
-    """A ring rounds each step's gradients to bf16 before it adds them, which costs up to a half of what one call costs."""
+    """A ring rounds each step's gradients to bf16 before adding them, which costs up to half of what one call costs."""
     x = inputs()
     _, *grads = gloo.run(run_parallel, 4, x, 0, dict(method=method, causal=causal))[0]
     arguments = x.dout, x.q, x.k, x.v, SCALE, causal

@@ -132,7 +132,7 @@ def run_tensor_parallel():
 
 
 def run_fsdp(tensor_parallel):
-    """Half of the batch on two ranks, or on two pairs that share the heads; FSDP averages the gradients of the halves."""
+    """Half the batch on two ranks, or on two pairs that share the heads; FSDP averages the gradients of the halves."""
     register_sharding_rules()
     mesh = get_mesh(2, 2) if tensor_parallel else get_mesh(2)
     model, x = make_model()

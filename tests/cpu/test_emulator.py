@@ -114,7 +114,7 @@ def test_a_window_that_hides_nothing_has_the_bits_of_none(causal):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_keys_and_queries_beyond_a_window_get_zero(head_dim):
-    """100 queries in line with the last of 700 keys: the first 570 see nobody; 700 queries: the first 570 see nothing."""
+    """100 queries at the end of 700 keys: the first 570 see nobody; 700 queries: the first 570 see nothing."""
     x = random_inputs(1, 100, 700, num_heads=2, head_dim=head_dim)
     dq, dk, dv = run(x, False, "auto", window_size=(30, 0))
     assert (dk[:, :570] == 0).all() and (dv[:, :570] == 0).all()
@@ -168,8 +168,8 @@ def test_rounding_costs_what_the_dtype_must_cost(causal, head_dim, dtype):
 def run_with_constant_p(p, c_n, c_m, schedule, *, dtype=torch.float32):
     """Backward of a problem made by hand, with P = p everywhere, dPsum = 0 and softmax_scale 1.
 
-    Key n has v = c_n[n] e0 and k = e0, query m has dout = c_m[m] e0 and q = e1, so that S = q k = 0 and p comes from LSE:
-    dP = c_m c_n, dV = e0 sum_m p c_m, dK = e1 sum_m p c_m c_n, dQ = e0 sum_n p c_m c_n.
+    Key n has v = c_n[n] e0 and k = e0, query m has dout = c_m[m] e0 and q = e1, so that S = q k = 0 and p comes from
+    LSE: dP = c_m c_n, dV = e0 sum_m p c_m, dK = e1 sum_m p c_m c_n, dQ = e0 sum_n p c_m c_n.
     """
     e = torch.eye(64)
     q, k = e[1].expand(len(c_m), 64), e[0].expand(len(c_n), 64)

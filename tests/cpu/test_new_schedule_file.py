@@ -39,7 +39,7 @@ def read_example() -> str:
 
 @pytest.fixture
 def schedule_file(tmp_path, monkeypatch):
-    """The example as a file of the package `schedules`, which is a second folder of the package for the time of a test."""
+    """The example as a file of the package `schedules`, in a second folder of the package for the time of a test."""
     path = tmp_path / f"{NAME}.py"
     path.write_text(read_example().replace('"evens_first"', f'"{NAME}"'))
     monkeypatch.setattr(schedules, "__path__", [*schedules.__path__, str(tmp_path)])

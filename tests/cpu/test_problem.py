@@ -1,4 +1,4 @@
-"""The masks in tiles: block ranges and `needs_mask` against brute force over the mask's elements, and one mask per window."""
+"""The masks in tiles: block ranges and `needs_mask` against brute force over elements, and one mask per window."""
 
 import itertools
 

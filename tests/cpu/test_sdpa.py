@@ -1,4 +1,4 @@
-"""The kernels for torch's flash backend, registered for CPU tensors: torch's autograd calls them as it would on a GPU."""
+"""The kernels for torch's flash backend, registered for CPU tensors: torch's autograd calls them as on a GPU."""
 
 import pytest
 import torch

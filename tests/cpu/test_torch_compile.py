@@ -1,4 +1,4 @@
-"""The op under torch.compile and activation checkpointing, on CPU tensors: one graph, few compilations, the same bits."""
+"""The op under torch.compile and activation checkpointing, on CPU tensors: one graph, few compilations, equal bits."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""transformers with attn_implementation="cute_dash", on small models with random weights: against its eager attention."""
+"""transformers with attn_implementation="cute_dash", on small models with random weights, against eager attention."""
 
 import pytest
 import torch
@@ -237,7 +237,7 @@ def test_packed_sequences_by_positions(rows):
 
 
 def test_packed_sequences_beside_a_cache_and_by_lengths():
-    """transformers makes no packed mask beside a cache; the positions, or the collator's lengths, say it all the same."""
+    """transformers makes no packed mask beside a cache; the positions, or the collator's lengths, say it anyway."""
     tokens, lengths = make_tokens(batch=1), (40, 110)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     model = make_model("llama")

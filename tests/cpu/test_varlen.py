@@ -1,4 +1,4 @@
-"""Sequences of different lengths on CPU tensors: gradients, isolation of sequences, what is refused, numbering of tiles."""
+"""Sequences of different lengths on CPU tensors: gradients, isolation, what is refused, numbering of tiles."""
 
 import contextlib
 import math

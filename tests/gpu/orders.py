@@ -6,7 +6,7 @@ from cute_dash.schedule import WorkTile
 
 
 def promised_order(schedule, shape):
-    """n_blocks by lock value for each dQ tile of a query head, -1 beyond them: (num_heads, num_m_blocks, num_n_blocks)."""
+    """n_blocks by lock value for each dQ tile of a query head, -1 beyond: (num_heads, num_m_blocks, num_n_blocks)."""
     order = torch.full((shape.num_query_heads, shape.num_m_blocks, shape.num_n_blocks), -1, dtype=torch.int32)
     for head_idx in range(shape.num_query_heads):
         for n_block in range(shape.num_n_blocks):

@@ -1,4 +1,4 @@
-"""Kernels with one fault each (device): what compute-sanitizer must report, if it looks at this package's kernels at all.
+"""Kernels with one fault each (device): what compute-sanitizer must report, if it looks at this package's kernels.
 
 Their names have the part by which `tests.sanitize` picks kernels.
 """

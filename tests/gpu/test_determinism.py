@@ -180,8 +180,8 @@ def test_cuda_graph_replay(name, causal, make_problem, poison):
 @pytest.mark.parametrize("schedule", ["auto", "shortest_first", "baseline"])
 @MASKS
 def test_cuda_graph_of_forward_and_backward_replays_on_new_data(schedule, causal, make_problem, poison):
-    """A captured training step: every replay has the bits of eager mode on what was copied into its inputs, and allocates
-    nothing."""
+    """A captured training step: every replay has the bits of eager mode on what was copied into its inputs, and
+    allocates nothing."""
     problem = make_problem(2, 1024, 1024, 8, 128, causal)
     q, k, v, dout = (x.clone() for x in problem.inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -298,7 +298,7 @@ def test_another_process_gets_the_same_bits(make_problem, pytestconfig):
 @MASKS
 @pytest.mark.parametrize("head_dim", [64, 96, 128], ids=lambda head_dim: f"hd{head_dim}")
 def test_how_a_cta_goes_from_tile_to_tile_changes_no_bit(head_dim, causal, name, change, make_problem, poison):
-    """By whom dQ is scaled and rounded, through which shared memory dK and dV leave, and when the next tile is claimed."""
+    """Who scales and rounds dQ, through which shared memory dK and dV leave, and when the next tile is claimed."""
     if head_dim == 128 and change.get("num_dKV_stages") == 2:
         pytest.skip("two stages do not fit")
     problem = make_problem(4, 1000, 1100, 8, head_dim, causal, num_heads_kv=4)

@@ -1,7 +1,7 @@
 """Several GPUs with NCCL: context parallelism, sharded ops, tensor parallel and FSDP2, on two of them.
 
-Gradients against fp64, bits run by run and, where that is promised, against one GPU. A kernel is compiled by the rank that
-needs it first, so the first test of a kind takes some seconds longer.
+Gradients against fp64, bits run by run and, where that is promised, against one GPU. A kernel is compiled by the rank
+that needs it first, so the first test of a kind takes some seconds longer.
 """
 
 import pytest
@@ -65,7 +65,7 @@ def train(q, k, v, dout, attention):
 
 
 def run_parallel(method, causal, repetitions):
-    """out, dq, dk, dv of the first run on the CPU, and whether the others had the same bits; other work is queued between."""
+    """out, dq, dk, dv of the first run on the CPU, and whether the others had its bits; other work queues between."""
     mesh = init_device_mesh(DEVICE, (WORLD_SIZE,), mesh_dim_names=("cp",))
     local = [shard_sequence(x.to(DEVICE), mesh) for x in make_inputs()]
 
@@ -191,7 +191,8 @@ def run_model(sizes):
     """Gradients of every weight, and whether a second run had the same bits.
 
     Args:
-        sizes: (dp, tp): FSDP2 over the first, tensor parallel over the second; heads are DTensors, tokens of a rank are not.
+        sizes: (dp, tp): FSDP2 over the first, tensor parallel over the second; heads are DTensors, tokens of a rank are
+            not.
     """
     mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("dp", "tp"))
     register_sharding_rules()

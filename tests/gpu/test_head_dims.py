@@ -1,4 +1,7 @@
-"""Head dims other than 64 and 128, in tiles of their own or padded: gradients against fp64, bits over runs, and what lies beside a head in memory."""
+"""Head dims other than 64 and 128, in tiles of their own or padded.
+
+Gradients against fp64, bits over runs, and what lies beside a head in memory.
+"""
 
 import math
 from dataclasses import replace
@@ -73,7 +76,7 @@ def test_forward_equals_fp64(lengths, head_dims, causal):
 @HEAD_DIMS
 @pytest.mark.parametrize("lengths", [(1, 1), (300, 300), (1023, 1024), (256, 64)], ids=str)
 def test_gradients(lengths, head_dims, causal, name, make_problem, poison):
-    """Neighbouring heads lie less than a tile's columns apart: zeros beyond a head's own must not reach the next one."""
+    """Neighbouring heads lie less than a tile's columns apart: zeros beyond a head's own must not reach the next."""
     problem = make_problem(2, *lengths, 4, head_dims[0], causal, head_dim_v=head_dims[1])
     schedule = problem.resolve(name)
     poison()
@@ -186,7 +189,7 @@ def test_zeros_behind_a_head_change_nothing_but_the_rounding_of_sums(head_dim, c
 @MASKS
 @HEAD_DIMS
 def test_slices_of_wider_tensors(head_dims, causal, make_problem, poison):
-    """Between NaN on both sides of each head: nothing beside a head may be read. The launch takes the strides as they are."""
+    """NaN on both sides of each head: nothing beside a head may be read. The launch takes the strides as they are."""
     problem = make_problem(2, 300, 300, 4, head_dims[0], causal, head_dim_v=head_dims[1])
     expected = problem.backward("hybrid")
 

@@ -1,4 +1,7 @@
-"""What callers may hand in, on the GPU: layouts, gradients of some inputs only, nothing at all. hd64 causal, shortest_first."""
+"""What callers may hand in, on the GPU: layouts, gradients of some inputs only, nothing at all.
+
+At head dim 64, causal, with `shortest_first`.
+"""
 
 import itertools
 import math

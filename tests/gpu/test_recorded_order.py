@@ -1,4 +1,4 @@
-"""The order in which the kernel really added to dQ, from its debug build, against the order that the schedule promises."""
+"""The order in which the kernel really added to dQ, from its debug build, against the order the schedule promises."""
 
 from dataclasses import dataclass
 

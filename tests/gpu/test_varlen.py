@@ -1,4 +1,4 @@
-"""Sequences of different lengths on the GPU: gradients, bits, isolation, what is behind the last, no synchronisation."""
+"""Sequences of different lengths on the GPU: gradients, bits, isolation, what follows the last, no synchronisation."""
 
 import math
 import random
@@ -28,7 +28,7 @@ NAMES = ("dq", "dk", "dv")
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128], ids=lambda head_dim: f"hd{head_dim}")
 SCHEDULES = pytest.mark.parametrize("name", sorted(n for n in validation.TESTED_SCHEDULES if needs_one_cta(load(n))))
-# queries and keys of each sequence: equal and not, whole tiles and one token, none on either side or both, at the ends too
+# queries and keys per sequence: equal and not, whole tiles and one token, none on either side or both, at the ends too
 LENGTHS = [
     (0, 0),
     (512, 512),
@@ -45,7 +45,7 @@ LENGTHS = [
 
 
 class Packed:
-    """Sequences one behind the other, with `behind` NaN tokens more; a sequence's tokens depend on its lengths alone."""
+    """Sequences one behind the other, with `behind` NaN tokens more; a sequence's tokens depend only on its lengths."""
 
     def __init__(self, lengths, num_heads, num_heads_kv, head_dim, causal, behind=(0, 0), window_size=(-1, -1)):
         self.causal, self.scale, self.window_size = causal, head_dim**-0.5, window_size

@@ -85,7 +85,7 @@ def test_the_control_differs_in_the_same_harness():
 
 
 def test_poison_reaches_the_workspace():
-    """With every byte of it known beforehand, a kernel without a zero-fill of its own would show it: all of it is filled."""
+    """With every byte of it known beforehand, a kernel without a zero-fill of its own would show it: all is filled."""
     problem = make_problem("shortest_first", 128, "full")
     _ = problem.expected
     sizes = verify_gpu.list_allocations(problem.backward)
