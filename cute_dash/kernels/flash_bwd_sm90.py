@@ -105,7 +105,7 @@ class Turn(NamedTuple):
     """A work tile's place in the accumulation order of a dQ tile."""
 
     lock_value: Int32
-    is_last: Boolean
+    finishes: Boolean  # the last one, where the main kernel finishes dQ
 
 
 class MmaContext(NamedTuple):
@@ -455,7 +455,7 @@ class FlashAttentionBackwardSm90:
                             self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
                     if const_expr(self.fuse_dQ):
                         # before the buffer is there, because the sum so far must then be loaded into it
-                        if turn.is_last:
+                        if turn.finishes:
                             self.wait_turn(own_gmem, own_extents, q_tile, tile, turn.lock_value)
                     self.take_dQ_buffer(parity)
                     num_sums = self.hand_dQ_buffer(own_gmem, smem, rings, parity, q_tile, turn, num_sums)
@@ -505,12 +505,12 @@ class FlashAttentionBackwardSm90:
         return (work_idx < self.get_num_work(extents)) & ((own_idx >= num_work_tiles) | (sequence.seqlen_q == 0))
 
     def get_turn(self, q_tile: QTile, tile: WorkTile, shape: ProblemShape) -> Turn:
-        """The place of `tile` in the order of dQ tile `q_tile`; without an order nobody is first or last."""
+        """The place of `tile` in the order of dQ tile `q_tile`; without an order nobody is the first or finishes."""
         if not self.schedule.ordered:
             return Turn(Int32(-1), Boolean(False))
         lock_value = self.schedule.get_lock_value(q_tile.m_block, tile, shape)
         is_last = lock_value == self.schedule.get_lock_count(q_tile.m_block, tile, shape) - 1
-        return Turn(Int32(lock_value), Boolean(is_last))
+        return Turn(Int32(lock_value), Boolean(self.fuse_dQ & is_last))
 
     @cute.jit
     def hand_dQ_buffer(
@@ -529,7 +529,7 @@ class FlashAttentionBackwardSm90:
         """
         if const_expr(self.fuse_dQ):
             duty = Int32(DQDuty.STAGE.value)
-            if turn.is_last:
+            if turn.finishes:
                 duty = Int32(DQDuty.FINISH_ALONE.value)
                 if turn.lock_value > 0:
                     duty = Int32(DQDuty.FINISH.value)
@@ -589,7 +589,7 @@ class FlashAttentionBackwardSm90:
     ):
         """Starts adding the staged dQ partial to dQ tile `q_tile`, or storing the finished tile."""
         if const_expr(self.schedule.ordered):
-            if not (self.fuse_dQ & turn.is_last):
+            if not turn.finishes:
                 self.wait_turn(gmem, extents, q_tile, tile, turn.lock_value)
         for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
             cute.arch.barrier(
@@ -597,7 +597,7 @@ class FlashAttentionBackwardSm90:
                 number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
             )
             if const_expr(self.fuse_dQ):
-                if turn.is_last:
+                if turn.finishes:
                     self.store_piece(gmem, atoms, smem, q_tile, tile.batch_idx, warpgroup_idx)
                 else:
                     self.add_piece(gmem, smem, q_tile, warpgroup_idx, turn.lock_value)
@@ -643,16 +643,12 @@ class FlashAttentionBackwardSm90:
             if const_expr(self.debug):
                 cute.arch.cp_async_bulk_wait_group(0)
                 debug.record_addition(gmem, q_tile, n_block)
-            if const_expr(not self.schedule.ordered):
+            if not turn.finishes:
                 cute.arch.cp_async_bulk_wait_group(0)
-                cute.arch.fence_proxy("async.global")  # the postprocess kernel reads through the generic proxy
-            elif const_expr(self.fuse_dQ):
-                if not turn.is_last:
-                    cute.arch.cp_async_bulk_wait_group(0)
+                if const_expr(self.schedule.ordered):
                     semaphore.release_turn(self.semaphore_of(gmem, extents, q_tile))
-            else:
-                cute.arch.cp_async_bulk_wait_group(0)
-                semaphore.release_turn(self.semaphore_of(gmem, extents, q_tile))
+                else:
+                    cute.arch.fence_proxy("async.global")  # the postprocess kernel reads through the generic proxy
 
     def release_dQ_buffer(self, parity: Int32):
         """Tells the other store warp that the staging buffer may be overwritten."""
