@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch._inductor.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -12,6 +11,7 @@ import cute_dash
 from cute_dash.interface import last_schedule
 from cute_dash.testing import assert_bitwise_equal, random_inputs
 from schedules.longest_first import LongestFirst
+from tests.compiled import assert_same_bits, fresh_compiler, run
 
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 FORWARD = torch.ops.cute_dash.attention_forward.default
@@ -19,12 +19,9 @@ BACKWARD = torch.ops.cute_dash.attention_backward.default
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    """Also without Inductor's cache on disk, which does not see that an op's schema has changed."""
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+def without_caches():
+    with fresh_compiler():
         yield
-    torch._dynamo.reset()
 
 
 def block(q, k, v, **options):
@@ -35,17 +32,6 @@ def block(q, k, v, **options):
 def inputs(seqlen_q, seqlen_k=None):
     x = random_inputs(2, seqlen_q, seqlen_k or seqlen_q, 2, 64, dtype=torch.bfloat16)
     return [t.requires_grad_() for t in (x.q, x.k, x.v)], x.dout
-
-
-def run(function, leaves, dout):
-    """out and the gradients."""
-    out = function(*leaves)
-    return out, *torch.autograd.grad(out, leaves, dout)
-
-
-def assert_same_bits(actual, expected):
-    for name, a, b in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
-        assert_bitwise_equal(a, b, name)
 
 
 @BACKENDS

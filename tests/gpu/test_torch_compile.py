@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-import torch._inductor.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cute_dash import flash_attn_func, flash_attn_varlen_func, forward, launch
 from cute_dash.interface import last_schedule
-from cute_dash.testing import assert_bitwise_equal, random_inputs
+from cute_dash.testing import random_inputs
 from schedules.longest_first import LongestFirst
+from tests.compiled import assert_same_bits, fresh_compiler, run
 
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 64
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -22,13 +22,10 @@ FORWARD = torch.ops.cute_dash.attention_forward.default
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    """Also without Inductor's cache on disk, which does not see that an op's schema has changed."""
+def without_caches():
     pytest.importorskip("triton")
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with fresh_compiler():
         yield
-    torch._dynamo.reset()
 
 
 def block(q, k, v, **options):
@@ -39,17 +36,6 @@ def inputs(seqlen_q, seqlen_k=None, seed=0):
     options = dict(num_heads_kv=HEADS_KV, device="cuda", seed=seed)
     x = random_inputs(2, seqlen_q, seqlen_k or seqlen_q, HEADS, HEAD_DIM, **options)
     return [t.requires_grad_() for t in (x.q, x.k, x.v)], x.dout
-
-
-def run(function, leaves, dout):
-    """out and the gradients."""
-    out = function(*leaves)
-    return out, *torch.autograd.grad(out, leaves, dout)
-
-
-def assert_same_bits(actual, expected):
-    for name, a, b in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
-        assert_bitwise_equal(a, b, name)
 
 
 @MASKS
