@@ -16,7 +16,7 @@ from bench.results import NOT_APPLICABLE, Key, Untimed
 from cute_dash import registry
 from cute_dash.config import BwdConfig
 from cute_dash.problem import ProblemShape
-from cute_dash.schedule import Schedule, SelectingSchedule, Selector, needs_one_cta
+from cute_dash.schedule import Schedule, Selector
 
 if TYPE_CHECKING:
     import torch
@@ -313,22 +313,11 @@ def _label(schedule: Schedule, spec: str, taken: Iterable[str]) -> str:
 def _resolve(spec: str, cell: Cell, shape: ProblemShape, num_sms: int | None) -> Schedule:
     """The concrete schedule; ValueError if it cannot implement the cell, or not with a CTA on each of num_sms SMs."""
     if cell.varlen:
-        return _resolve_varlen(spec, shape)
+        return registry.resolve_varlen(spec, shape)
     schedule = registry.resolve(spec, shape)
     needed = schedule.min_resident_ctas(shape)
     if num_sms is not None and needed > num_sms:
         raise ValueError(f"schedule={schedule.name!r} needs {needed} resident CTAs, the device holds {num_sms}")
-    return schedule
-
-
-def _resolve_varlen(spec: str, longest: ProblemShape) -> Schedule:
-    """As `validation.resolve_varlen_schedule` does, which needs torch."""
-    schedule = registry.load(spec)
-    if isinstance(schedule, SelectingSchedule):
-        schedule = schedule.select_varlen(longest)
-    schedule = registry.resolve(schedule, longest)
-    if not needs_one_cta(schedule):
-        raise ValueError(f"schedule={schedule.name!r} may need several resident CTAs, which varlen does not allow")
     return schedule
 
 

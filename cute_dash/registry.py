@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cute_dash.check import ScheduleError, check_value_object, describe_failure, show_path
 from cute_dash.problem import ProblemShape, Window
-from cute_dash.schedule import Schedule, Selector
+from cute_dash.schedule import Schedule, SelectingSchedule, Selector, needs_one_cta
 
 PACKAGE = "schedules"
 ENTRY_POINT_GROUP = "cute_dash.schedules"
@@ -112,6 +112,25 @@ def resolve(spec: str | Schedule, shape: ProblemShape) -> Schedule:
         raise ScheduleError(f"{given.name}: can_implement gives {answer!r}; allowed: True or False")
     if reason is not None:
         raise UnsupportedShapeError(schedule.name, shape, reason)
+    return schedule
+
+
+def resolve_varlen(spec: str | Schedule, longest: ProblemShape) -> Schedule:
+    """`resolve` for sequences of different lengths: chosen by the longest, fit for all.
+
+    Raises:
+        ValueError: as `resolve`, and for a schedule that may need several resident CTAs.
+    """
+    schedule = load(spec)
+    if isinstance(schedule, SelectingSchedule):
+        schedule = schedule.select_varlen(longest)
+    schedule = resolve(schedule, longest)
+    if not needs_one_cta(schedule):
+        raise ValueError(
+            f"schedule={schedule.name!r} may need several resident CTAs, how many depends on lengths that only the "
+            "device knows; allowed with cu_seqlens: 'auto', 'auto_invariant' and schedules that inherit "
+            "min_resident_ctas and get_window from DenseSchedule"
+        )
     return schedule
 
 

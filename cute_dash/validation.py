@@ -17,8 +17,8 @@ from cute_dash.check import check
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
 from cute_dash.problem import ProblemShape, Window, normalize_mask
-from cute_dash.registry import load, resolve
-from cute_dash.schedule import DenseSchedule, Schedule, SelectingSchedule, needs_one_cta
+from cute_dash.registry import resolve, resolve_varlen
+from cute_dash.schedule import DenseSchedule, Schedule
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_CUDA_DTYPES, torch.float32)
@@ -327,17 +327,8 @@ def resolve_varlen_schedule(
             f"{total_q} queries and {total_k} keys in {num_sequences} sequences of {longest.num_query_heads} heads "
             f"make {num_tiles} tiles; allowed: at most {MAX_TILES}, and {MAX_VARLEN_TILES} of a head"
         )
-    schedule = load(spec) if isinstance(spec, str) else spec
-    if isinstance(schedule, SelectingSchedule):
-        schedule = schedule.select_varlen(longest)
-    schedule = resolve(schedule, longest)
+    schedule = resolve_varlen(spec, longest)
     _check_heads_per_group(schedule, longest)
-    if not needs_one_cta(schedule):
-        raise ValueError(
-            f"schedule={schedule.name!r} may need several resident CTAs, how many depends on lengths that only the "
-            "device knows; allowed with cu_seqlens: 'auto', 'auto_invariant' and schedules that inherit "
-            f"min_resident_ctas and get_window from DenseSchedule"
-        )
     return schedule
 
 
