@@ -39,11 +39,8 @@ class BwdConfig:
         local: whether a sliding window is compiled in, instead of the causal or the full mask. Its sides are not: they
             are arguments of the kernel.
         head_dim_v: elements per head of V and dO; if 0 is given, head_dim.
-        num_dKV_stages: shared-memory stages through which dK and dV leave, while the next work tile's K and V are on
-            their way; 0: through sK and sV, which then are free later.
-        claim_early: a CTA claims its next work tile when it comes to the last step of the current one, so that the
-            first Q can load during that step; not where several CTAs must be resident, whose tiles wait for
-            later-claimed ones.
+        prefetch_KV: dK and dV leave through the memory of dS, enlarged where it is too small, instead of that of K and
+            V, so that K and V of the next work tile load meanwhile.
         K_in_regs: K, as operand of S^T, is read from shared memory once per work tile and kept in registers, not read
             in every step.
     """
@@ -53,14 +50,13 @@ class BwdConfig:
     tile_m: int
     tile_n: int
     num_stages: int = 2
-    num_mma_regs: int = 240
-    num_producer_regs: int = 24
+    num_mma_regs: int = 232
+    num_producer_regs: int = 40
     stats_by_gemm: bool = False
     fuse_dQ: bool = False
     local: bool = False
     head_dim_v: int = 0
-    num_dKV_stages: int = 0
-    claim_early: bool = False
+    prefetch_KV: bool = False
     K_in_regs: bool = False
 
     def __post_init__(self) -> None:
@@ -84,8 +80,6 @@ class BwdConfig:
             )
         if self.num_stages < 1:
             raise ValueError(f"num_stages={self.num_stages} must be at least 1")
-        if self.num_dKV_stages not in (0, 1, 2):
-            raise ValueError(f"num_dKV_stages={self.num_dKV_stages} must be 0, 1 or 2: one for both, or one for each")
         num_regs = self.num_mma_warpgroups * self.num_mma_regs + self.num_producer_regs
         if num_regs > REGISTERS_PER_LANE:
             raise ValueError(
@@ -177,23 +171,25 @@ class BwdConfig:
         return 2 * 8 * STATS_COLUMNS if self.stats_by_gemm else 0
 
     @property
-    def dKV_stage_size(self) -> int:
-        """16-bit elements of a stage that holds dK or dV of a work tile."""
-        return self.tile_n * max(self.head_dim_padded, self.head_dim_v_padded)
+    def dS_size(self) -> int:
+        """16-bit elements of the stages of dS, and of dK and dV where they leave through them."""
+        dS = NUM_DS_STAGES * self.tile_m * self.tile_n
+        dK_dV = self.tile_n * (self.head_dim_padded + self.head_dim_v_padded)
+        return max(dS, dK_dV) if self.prefetch_KV else dS
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA in bytes: stages of Q, dO, dS, P, dK, dV; K, V, the fp32 dQ tile, row statistics."""
+        """Shared memory of one CTA in bytes: stages of Q, dO, dS and P; K, V, the fp32 dQ tile, row statistics."""
         element, fp32 = 2, 4
         q_elements, columns = self.tile_m * self.head_dim_padded, self.head_dim_padded + self.head_dim_v_padded
         q_do = self.num_stages * self.tile_m * columns * element
         kv = self.tile_n * columns * element
-        ds = NUM_DS_STAGES * self.tile_m * self.tile_n * element * (2 if self.split_columns else 1)  # with P
+        ds = self.dS_size * element
+        p = NUM_DS_STAGES * self.tile_m * self.tile_n * element if self.split_columns else 0
         dq = q_elements * fp32
-        dkv = self.num_dKV_stages * self.dKV_stage_size * element
         barriers = 256
         head = barriers + self.ones_size * element + self.num_stages * self.stats_size * fp32
-        return q_do + kv + ds + dq + dkv + (head + 1023) // 1024 * 1024
+        return q_do + kv + ds + p + dq + (head + 1023) // 1024 * 1024
 
 
 def describe_head_dims(head_dim: int, head_dim_v: int) -> str:
@@ -219,21 +215,26 @@ def get_config(head_dim: int, causal: bool, local: bool = False, head_dim_v: int
 def _get_config(head_dim: int, causal: bool, local: bool) -> BwdConfig:
     if head_dim <= 64:
         return BwdConfig(
-            head_dim, causal, 128, tile_n=128, num_mma_regs=224, num_producer_regs=56, fuse_dQ=True, local=local
+            head_dim,
+            causal,
+            128,
+            tile_n=128,
+            num_mma_regs=224,
+            num_producer_regs=56,
+            fuse_dQ=True,
+            local=local,
+            prefetch_KV=True,
         )
-    # without a mask the schedules' arithmetic, the producers' work, is short enough
-    num_mma_regs, num_producer_regs = (232, 40) if causal or local else (240, 24)
     if head_dim <= 128:
         return BwdConfig(
             head_dim,
             causal,
             64,
             tile_n=128,
-            num_mma_regs=num_mma_regs,
-            num_producer_regs=num_producer_regs,
             stats_by_gemm=True,
             fuse_dQ=True,
             local=local,
+            prefetch_KV=True,
         )
     return BwdConfig(
         head_dim,
@@ -241,8 +242,7 @@ def _get_config(head_dim: int, causal: bool, local: bool) -> BwdConfig:
         64,
         tile_n=64,
         num_stages=2 if head_dim <= 192 else 1,  # two of 256 columns do not fit
-        num_mma_regs=num_mma_regs,
-        num_producer_regs=num_producer_regs,
         fuse_dQ=True,
         local=local,
+        K_in_regs=head_dim <= 192,  # at 256 there are no registers for it
     )

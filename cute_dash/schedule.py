@@ -98,7 +98,7 @@ class CompileTimeHandle:
 # H200 at 2,048 = heads x head dim: causal 4 streams up to 16k tokens; full 8 at 2k, 4 at 8k and 2 at 16k. Windows, not
 # measured yet, go with causal: there too the tiles in flight are in order along the diagonal.
 _FULL_GROUP = (32768, 8)
-_CAUSAL_GROUP = (65536, 4)
+_CAUSAL_GROUP = (32768, 4)
 
 
 def get_tile_in_window(place: int, num_streams: int, num_tiles: int, window: int) -> tuple[int, int]:

@@ -70,7 +70,7 @@ class Smem(NamedTuple):
     sQ: cute.Tensor  # (tile_m, head_dim_padded, num_stages)
     sK: cute.Tensor  # (tile_n, head_dim_padded)
     sV: cute.Tensor  # (tile_n, head_dim_v_padded)
-    sdK: cute.Tensor  # (tile_n, head_dim_padded), what dK leaves through: sK or a stage of its own, or one with sdV
+    sdK: cute.Tensor  # (tile_n, head_dim_padded), what dK leaves through: over sK, or over sdS
     sdV: cute.Tensor  # (tile_n, head_dim_v_padded), likewise
     sdO: cute.Tensor  # (tile_m, head_dim_v_padded, num_stages)
     sdS: cute.Tensor  # (tile_m, tile_n, num_stages)
@@ -79,7 +79,7 @@ class Smem(NamedTuple):
     sOnes: cute.Tensor | None  # (ones_size,), see `stats`
     sdQaccum: cute.Tensor  # (tile_m * head_dim_padded / num_warpgroups, num_warpgroups), fp32 in register order
     sdQ: cute.Tensor  # (piece rows, piece columns, num_warpgroups), over sdQaccum: finished dQ
-    sWork: cute.Tensor  # (NUM_WORK_STAGES,) claimed work indices
+    sWork: cute.Tensor  # (n_block, head_idx, batch_idx; NUM_WORK_STAGES) claimed work tiles
     sDuty: cute.Tensor  # (1,) what the MMA warpgroups do with the dQ partial of the step
 
 

@@ -24,11 +24,11 @@ warpgroups add theirs, scale and round, and what leaves is a dQ tile in the outp
 
 Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
 
-    ring_Q   LOAD -> MMA     full: Q and LSE, dPsum     empty: each MMA warp after (5)
-    ring_dO  LOAD -> MMA     full: dO bytes             empty: each MMA warp after (3)
-    ring_KV  LOAD -> MMA     full: K and V bytes        empty: each MMA warp after the last step; if dK and dV leave
-                                                         through sK and sV, one MMA warp when they have
-    ring_work STORE_DQ -> all  full: a work index       empty: each reading warp
+    ring_Q   LOAD -> MMA     full: Q and LSE, dPsum; a work tile's first also K     empty: each MMA warp after (5)
+    ring_dO  LOAD -> MMA     full: dO; a work tile's first also V                   empty: each MMA warp after (3)
+    ring_KV  MMA -> LOAD                                empty: one MMA warp after the last step of all; where dK and
+                                                         dV leave through sK and sV, when they have
+    ring_work STORE_DQ -> all  full: a work tile        empty: each reading warp
     sums[parity]                a store warp's own: the sum so far has arrived
     dQFree[parity]              store warp -> the other one, of this parity: the staging buffer has been read
     dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer is theirs, and `sDuty` says what for
@@ -41,7 +41,7 @@ With several query heads per KV head (GQA, MQA) a work tile takes the schedule's
 other: dK and dV stay in registers for the whole group, and each query head has dQ tiles and turnstiles of its own.
 
 With sequences of different lengths (`varlen`) each sequence is ordered by the schedule as a batch of one, and their
-work tiles are claimed sequence by sequence; a role enters the sequence of its work index and then sees nothing else.
+work tiles are claimed sequence by sequence; a role enters the sequence of its work tile and then sees nothing else.
 
 CTAs are persistent and claim work tiles from an atomic counter in tile order, each when it has nothing left to wait
 for, so a tile that waits for earlier-claimed tiles only can never wait for one that no CTA works on. The order of
@@ -63,6 +63,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_dash.config import NUM_DS_STAGES, BwdConfig
+from cute_dash.ints import where
 from cute_dash.kernels import debug, mask, semaphore, varlen, wgmma
 from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms, map_rows
 from cute_dash.kernels.copy import (
@@ -91,6 +92,7 @@ from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, WorkTile
 
 NUM_WORK_STAGES = 4
+NO_TILE = -1  # in place of a work tile's numbers: there is none left
 
 
 class DQDuty(IntEnum):
@@ -106,6 +108,11 @@ class Turn(NamedTuple):
 
     lock_value: Int32
     finishes: Boolean  # the last one, where the main kernel finishes dQ
+
+
+def is_tile(tile: WorkTile) -> Boolean:
+    """Whether a claim brought a work tile."""
+    return tile.n_block != NO_TILE
 
 
 class MmaContext(NamedTuple):
@@ -132,7 +139,6 @@ class FlashAttentionBackwardSm90:
     def __init__(self, config: BwdConfig, dtype, schedule: Schedule, debug: bool = False, cooperative: bool = False):
         self.config = config
         self.cooperative = cooperative
-        self.claim_early = config.claim_early and not cooperative
         self.dtype = dtype
         self.schedule = schedule
         self.debug = debug
@@ -199,10 +205,10 @@ class FlashAttentionBackwardSm90:
         class SharedStorage:
             ring_Q: cute.struct.MemRange[Int64, 2 * stages]
             ring_dO: cute.struct.MemRange[Int64, 2 * stages]
-            ring_KV: cute.struct.MemRange[Int64, 2]
+            ring_KV: cute.struct.MemRange[Int64, 1]
             ring_work: cute.struct.MemRange[Int64, 2 * NUM_WORK_STAGES]
             sums: cute.struct.MemRange[Int64, 2]
-            sWork: cute.struct.MemRange[Int32, NUM_WORK_STAGES]
+            sWork: cute.struct.MemRange[Int32, len(WorkTile._fields) * NUM_WORK_STAGES]
             sDuty: cute.struct.MemRange[Int32, 1]
             sOnes: tile(BFloat16, config.ones_size, 128)
             sStats: tile(Float32, config.stats_size * stages, 128)
@@ -210,10 +216,9 @@ class FlashAttentionBackwardSm90:
             sdO: tile(element, config.tile_m * config.head_dim_v_padded * stages)
             sK: tile(element, config.tile_n * config.head_dim_padded)
             sV: tile(element, config.tile_n * config.head_dim_v_padded)
-            sdS: tile(element, config.tile_m * config.tile_n * NUM_DS_STAGES)
+            sdS: tile(element, config.dS_size)
             sP: tile(element, config.tile_m * config.tile_n * NUM_DS_STAGES if config.split_columns else 0)
             sdQ: tile(Float32, config.tile_m * config.head_dim_padded)
-            sdKV: tile(element, config.dKV_stage_size * config.num_dKV_stages)
 
         return SharedStorage
 
@@ -228,7 +233,7 @@ class FlashAttentionBackwardSm90:
         rings = Rings(
             make_ring(storage.ring_Q.data_ptr(), config.num_stages),
             make_ring(storage.ring_dO.data_ptr(), config.num_stages),
-            make_ring(storage.ring_KV.data_ptr(), 1),
+            make_ring(storage.ring_KV.data_ptr(), 1, has_full=False),
             make_ring(storage.ring_work.data_ptr(), NUM_WORK_STAGES),
             storage.sums.data_ptr(),
         )
@@ -239,7 +244,7 @@ class FlashAttentionBackwardSm90:
             with cute.arch.elect_one():
                 rings.Q.init(1, self.num_mma_warps)
                 rings.dO.init(1, self.num_mma_warps)
-                rings.KV.init(1, self.num_mma_warps if config.num_dKV_stages else 1)
+                rings.KV.init(1, 1)
                 rings.work.init(1, self.num_mma_warps + NUM_WORKING_PRODUCER_WARPS)
                 for parity in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(rings.sums + parity, 1)
@@ -268,11 +273,10 @@ class FlashAttentionBackwardSm90:
         sK = storage.sK.get_tensor(layouts.K.outer, swizzle=layouts.K.inner)
         sV = storage.sV.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
         sdK, sdV, sP, sOnes = sK, sV, None, None
-        if config.num_dKV_stages:
-            sdV = storage.sdKV.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
-            sdK = storage.sdKV.get_tensor(layouts.K.outer, swizzle=layouts.K.inner)
-            if config.num_dKV_stages == 2:
-                sdK = cute.make_tensor(sdK.iterator + config.dKV_stage_size, sdK.layout)
+        if config.prefetch_KV:
+            sdV = storage.sdS.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
+            sdK = storage.sdS.get_tensor(layouts.K.outer, swizzle=layouts.K.inner)
+            sdK = cute.make_tensor(sdK.iterator + config.tile_n * config.head_dim_v_padded, sdK.layout)
         if config.split_columns:
             sP = storage.sP.get_tensor(layouts.dS.outer, swizzle=layouts.dS.inner)
         if config.stats_by_gemm:
@@ -295,7 +299,7 @@ class FlashAttentionBackwardSm90:
             sOnes=sOnes,
             sdQaccum=storage.sdQ.get_tensor(cute.make_layout((self.dQ_values, num_warpgroups))),
             sdQ=storage.sdQ.get_tensor(layout_dQ_outer, swizzle=layout_dQ.inner, dtype=self.dtype),
-            sWork=storage.sWork.get_tensor(cute.make_layout(NUM_WORK_STAGES)),
+            sWork=storage.sWork.get_tensor(cute.make_layout((len(WorkTile._fields), NUM_WORK_STAGES))),
             sDuty=storage.sDuty.get_tensor(cute.make_layout(1)),
         )
 
@@ -309,9 +313,7 @@ class FlashAttentionBackwardSm90:
         return QTile(self.schedule.get_m_block(step, tile, shape), head_idx, stream)
 
     def get_num_work(self, extents: Extents) -> Int32:
-        """The first work index that ends a CTA."""
-        if not extents.varlen:
-            return self.make_shape(extents).num_work_tiles
+        """With sequences of different lengths: the first work index that ends a CTA."""
         end = extents.mCuSeqlensK[extents.batch]
         return get_first_tile(end, extents.batch, self.config.tile_n) * extents.num_heads
 
@@ -326,14 +328,14 @@ class FlashAttentionBackwardSm90:
         sequence = varlen.load_sequence(extents, idx)
         return sequence, work_idx - get_first_tile(sequence.start_k, idx, tile_n) * extents.num_heads
 
-    def enter_work(self, gmem: Gmem, extents: Extents, work_idx: Int32) -> tuple[Gmem, Extents, Int32]:
-        """What a role works on for a claimed work index: the tensors, extents and index of its sequence alone.
+    def enter_work(self, gmem: Gmem, extents: Extents, tile: WorkTile) -> tuple[Gmem, Extents, WorkTile]:
+        """What a role works on for a claimed work tile: the tensors, the extents and the tile in its sequence alone.
 
         All of the problem, where the lengths are equal.
         """
         if not extents.varlen:
-            return gmem, extents, work_idx
-        sequence, work_idx = self.find_work(extents, work_idx)
+            return gmem, extents, tile
+        sequence = varlen.load_sequence(extents, tile.batch_idx)
         first_m = get_first_tile(sequence.start_q, sequence.idx, self.config.tile_m)
         gmem = map_rows(
             gmem,
@@ -345,16 +347,24 @@ class FlashAttentionBackwardSm90:
             mdQaccum=varlen.view_tiles(gmem.mdQaccum, 2, first_m),
             mSemaphore=varlen.view_tiles(gmem.mSemaphore, 0, first_m),
         )
-        return gmem, extents.make_sequence(sequence.seqlen_q, sequence.seqlen_k), work_idx
+        extents = extents.make_sequence(sequence.seqlen_q, sequence.seqlen_k)
+        return gmem, extents, tile._replace(batch_idx=Int32(0))
 
-    @cute.jit
-    def next_work(self, smem: Smem, ring: Ring, work_it: Int32) -> Int32:
-        """The work index claimed as this CTA's number `work_it`; read by a whole consumer warp."""
+    def next_work(self, smem: Smem, ring: Ring, work_it: Int32) -> WorkTile:
+        """The work tile claimed as this CTA's number `work_it`, or `NO_TILE`; read by a whole consumer warp."""
+        tile = self.read_work(smem, ring, work_it)
+        self.release_work(ring, work_it)
+        return tile
+
+    def read_work(self, smem: Smem, ring: Ring, work_it: Int32) -> WorkTile:
+        """`next_work` that can be repeated until the warp has said `release_work`."""
         ring.wait_full(work_it)
-        work_idx = cute.arch.make_warp_uniform(smem.sWork[ring.slot(work_it)])
+        slot = ring.slot(work_it)
+        return WorkTile(*(cute.arch.make_warp_uniform(smem.sWork[i, slot]) for i in range(len(WorkTile._fields))))
+
+    def release_work(self, ring: Ring, work_it: Int32):
         cute.arch.sync_warp()
         ring.arrive_empty(work_it)
-        return work_idx
 
     # ---- LOAD ------------------------------------------------------------------------------------------------------
 
@@ -365,11 +375,11 @@ class FlashAttentionBackwardSm90:
         cute.arch.fence_proxy("async.global")
         cute.arch.griddepcontrol_launch_dependents()
         it, work_it = Int32(0), Int32(0)
-        work_idx = self.next_work(smem, rings.work, work_it)
-        while work_idx < self.get_num_work(extents):
-            it = self.load_work_tile(gmem, atoms, extents, smem, rings, work_idx, it, work_it)
+        tile = self.next_work(smem, rings.work, work_it)
+        while is_tile(tile):
+            it = self.load_work_tile(gmem, atoms, extents, smem, rings, tile, it, work_it)
             work_it += 1
-            work_idx = self.next_work(smem, rings.work, work_it)
+            tile = self.next_work(smem, rings.work, work_it)
 
     @cute.jit
     def load_work_tile(
@@ -379,14 +389,13 @@ class FlashAttentionBackwardSm90:
         extents: Extents,
         smem: Smem,
         rings: Rings,
-        work_idx,
+        tile: WorkTile,
         it: Int32,
         work_it: Int32,
     ) -> Int32:
         config = self.config
-        gmem, extents, work_idx = self.enter_work(gmem, extents, work_idx)
+        gmem, extents, tile = self.enter_work(gmem, extents, tile)
         shape = self.make_shape(extents)
-        tile = self.schedule.get_work_tile(work_idx, shape)
         tiles = wgmma.get_tiles(config)
         # (tile_n, head_dim_padded), (tile_n, head_dim_v_padded)
         gK = cute.local_tile(gmem.mK[None, None, tile.head_idx, tile.batch_idx], tiles.K, (tile.n_block, 0))
@@ -394,7 +403,7 @@ class FlashAttentionBackwardSm90:
         tKsK, tKgK = partition_tma(atoms.K, smem.sK, gK)
         tVsV, tVgV = partition_tma(atoms.V, smem.sV, gV)
         q_bytes, dO_bytes = config.tile_m * config.head_dim_padded * 2, config.tile_m * config.head_dim_v_padded * 2
-        kv_bytes = config.tile_n * (config.head_dim_padded + config.head_dim_v_padded) * 2
+        k_bytes, v_bytes = config.tile_n * config.head_dim_padded * 2, config.tile_n * config.head_dim_v_padded * 2
         for member in cutlass.range(shape.group_size, unroll=1):
             for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
                 m_block, head_idx, stream = self.get_q_tile(step, member, tile, shape)
@@ -403,27 +412,25 @@ class FlashAttentionBackwardSm90:
                 gdO = cute.local_tile(gmem.mdO[None, None, head_idx, tile.batch_idx], tiles.dO, (None, 0))
                 tQsQ, tQgQ = partition_tma(atoms.Q, smem.sQ, gQ)
                 tdOsdO, tdOgdO = partition_tma(atoms.dO, smem.sdO, gdO)
+                is_first = (step == 0) & (member == 0)
                 stage = rings.Q.slot(it)
                 rings.Q.wait_empty(it)
-                barrier = rings.Q.expect_bytes(it, q_bytes + config.stats_size * 4)
+                barrier = rings.Q.expect_bytes(it, q_bytes + config.stats_size * 4 + where(is_first, k_bytes, 0))
                 cute.copy(atoms.Q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
                 copy_vector(gmem.mStats[None, m_block, stream], smem.sStats[None, stage], barrier)
-                if (step == 0) & (member == 0):
-                    # after the first Q, which need not wait until dK and dV of the work tile before have left sK and sV
+                if is_first:
                     rings.KV.wait_empty(work_it)
-                    barrier_KV = rings.KV.expect_bytes(work_it, kv_bytes)
-                    cute.copy(atoms.K, tKgK, tKsK, tma_bar_ptr=barrier_KV)
-                    cute.copy(atoms.V, tVgV, tVsV, tma_bar_ptr=barrier_KV)
+                    cute.copy(atoms.K, tKgK, tKsK, tma_bar_ptr=barrier)
                 rings.dO.wait_empty(it)
-                barrier = rings.dO.expect_bytes(it, dO_bytes)
+                barrier = rings.dO.expect_bytes(it, dO_bytes + where(is_first, v_bytes, 0))
+                if is_first:
+                    cute.copy(atoms.V, tVgV, tVsV, tma_bar_ptr=barrier)
                 cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage], tma_bar_ptr=barrier)
                 it += 1
         if const_expr(config.local):
             if self.schedule.get_num_steps(tile, shape) == 0:
-                # no query sees these keys: nothing to load, but the epilogue, which waits for this, writes zeros
+                # no query sees these keys, so there is nothing to load; the ring counts work tiles all the same
                 rings.KV.wait_empty(work_it)
-                with cute.arch.elect_one():
-                    rings.KV.arrive_full(work_it)
         return it
 
     # ---- STORE_DQ --------------------------------------------------------------------------------------------------
@@ -439,18 +446,17 @@ class FlashAttentionBackwardSm90:
             self.publish_claim(gmem, extents, smem, rings.work, work_it)
         else:
             self.release_dQ_buffer(parity)
-        work_idx = self.next_work(smem, rings.work, work_it)
-        while work_idx < self.get_num_work(extents):
-            own_gmem, own_extents, own_idx = self.enter_work(gmem, extents, work_idx)
+        claimed = self.next_work(smem, rings.work, work_it)
+        while is_tile(claimed):
+            own_gmem, own_extents, tile = self.enter_work(gmem, extents, claimed)
             shape = self.make_shape(own_extents)
-            tile = self.schedule.get_work_tile(own_idx, shape)
             num_steps = self.schedule.get_num_steps(tile, shape)
             for member in cutlass.range(shape.group_size, unroll=1):
                 for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
                     q_tile = self.get_q_tile(step, member, tile, shape)
                     turn = self.get_turn(q_tile, tile, shape)
                     is_last_step = (step == num_steps - 1) & (member == shape.group_size - 1)
-                    if const_expr(self.claim_early):
+                    if const_expr(not self.cooperative):
                         if is_last_step:
                             self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
                     if const_expr(self.fuse_dQ):
@@ -460,7 +466,7 @@ class FlashAttentionBackwardSm90:
                     self.take_dQ_buffer(parity)
                     num_sums = self.hand_dQ_buffer(own_gmem, smem, rings, parity, q_tile, turn, num_sums)
                     self.send_dQ(own_gmem, atoms, own_extents, smem, parity, q_tile, tile, turn)
-                    if const_expr(not self.claim_early):
+                    if const_expr(self.cooperative):
                         if is_last_step:
                             self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
                     self.finish_dQ(own_gmem, own_extents, parity, q_tile, tile.n_block, turn)
@@ -469,40 +475,50 @@ class FlashAttentionBackwardSm90:
                 if num_steps == 0 and parity == 0:
                     self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
             work_it += 1
-            work_idx = self.next_work(smem, rings.work, work_it)
+            claimed = self.next_work(smem, rings.work, work_it)
         if parity == it & 1:
             self.take_dQ_buffer(parity)  # the last release, so that the barrier ends balanced
 
     @cute.jit
     def publish_claim(self, gmem: Gmem, extents: Extents, smem: Smem, ring: Ring, work_it: Int32):
-        """Claims the next work tile and hands its index to all warps; an index beyond the last ends them.
+        """Claims the next work tile and hands it to all warps, or `NO_TILE`, which ends them.
 
-        Called when this CTA holds or has passed on every turn of its current tile: the last step's partial is staged,
-        which needed the staging buffer, which the step before gave back after its turn; or the tile has no step, and
-        was itself claimed under this condition. A tile claimed any earlier queues behind turns of the current one. That
-        is slow (claimed with the last loads, tiles waited for whole streams: 17x slower in a serial order), and where
-        tiles of a window wait for each other it can deadlock. `claim_early` does it all the same, a step earlier, where
-        every tile waits for earlier-claimed ones only: the tile of the least number that is not finished is then one
-        that some CTA works on, and nothing that it waits for is held up by a claim.
+        When it is called: with the last step of the current tile, so that what the next one begins with loads during
+        that step; or at once, if the current tile has no step. No claim is earlier, because a claimed tile queues
+        behind the turns of the one before (claimed with its last loads, tiles of a serial order waited for whole
+        streams: 17x slower). It cannot deadlock where every tile waits for earlier-claimed ones only: the tile of the
+        least number that is not finished is then one that some CTA works on, and nothing that it waits for is held up
+        by a claim. Where tiles wait for later-claimed ones (`cooperative`), it could; there the claim is made when the
+        CTA holds or has passed on every turn of its tile: the last step's partial is staged, which needed the staging
+        buffer, which the step before gave back after its turn.
         """
-        work_idx = semaphore.claim_next(gmem.mCounter.iterator)
+        tile, is_void = self.locate_work(extents, semaphore.claim_next(gmem.mCounter.iterator))
         if const_expr(extents.varlen):
-            while self.is_void(extents, work_idx):
-                work_idx = semaphore.claim_next(gmem.mCounter.iterator)
+            while is_void:
+                tile, is_void = self.locate_work(extents, semaphore.claim_next(gmem.mCounter.iterator))
         ring.wait_empty(work_it)
         if cute.arch.lane_idx() == 0:
-            smem.sWork[ring.slot(work_it)] = work_idx
+            for i in cutlass.range_constexpr(len(WorkTile._fields)):
+                smem.sWork[i, ring.slot(work_it)] = tile[i]
             ring.arrive_full(work_it)
 
-    @cute.jit
-    def is_void(self, extents: Extents, work_idx: Int32) -> Boolean:
-        """With sequences of different lengths: whether no work tile has this index, which then nobody works on.
+    def locate_work(self, extents: Extents, work_idx: Int32) -> tuple[WorkTile, Boolean]:
+        """The work tile of a work index, and whether nobody works on it; called by a whole warp.
 
-        Indices beyond the last tile are not void: they end the CTA.
+        Beyond the last index it is `NO_TILE`, which is not void. With sequences of different lengths batch_idx is the
+        number of the sequence, and indices are void that are left over, or belong to a sequence without queries.
         """
-        sequence, own_idx = self.find_work(extents, work_idx)
-        num_work_tiles = self.make_shape(extents.make_sequence(sequence.seqlen_q, sequence.seqlen_k)).num_work_tiles
-        return (work_idx < self.get_num_work(extents)) & ((own_idx >= num_work_tiles) | (sequence.seqlen_q == 0))
+        shape = self.make_shape(extents)
+        if not extents.varlen:
+            tile, num_work, is_void = self.schedule.get_work_tile(work_idx, shape), shape.num_work_tiles, Boolean(False)
+        else:
+            sequence, own_idx = self.find_work(extents, work_idx)
+            shape = self.make_shape(extents.make_sequence(sequence.seqlen_q, sequence.seqlen_k))
+            tile = self.schedule.get_work_tile(own_idx, shape)._replace(batch_idx=sequence.idx)
+            num_work = self.get_num_work(extents)
+            is_void = (work_idx < num_work) & ((own_idx >= shape.num_work_tiles) | (sequence.seqlen_q == 0))
+        numbers = tile.n_block, tile.head_idx, tile.batch_idx
+        return WorkTile(*(Int32(where(work_idx < num_work, x, NO_TILE)) for x in numbers)), is_void
 
     def get_turn(self, q_tile: QTile, tile: WorkTile, shape: ProblemShape) -> Turn:
         """The place of `tile` in the order of dQ tile `q_tile`; without an order nobody is the first or finishes."""
@@ -669,31 +685,33 @@ class FlashAttentionBackwardSm90:
         acc_dK = make_accumulator(context.gemm_dK.tiled_mma, tiles.K)
         acc_dV = make_accumulator(context.gemm_dV.tiled_mma, tiles.V)
         it, work_it = Int32(0), Int32(0)
-        work_idx = self.next_work(smem, rings.work, work_it)
-        while work_idx < self.get_num_work(extents):
-            own_gmem, own_extents, own_idx = self.enter_work(gmem, extents, work_idx)
+        claimed = self.read_work(smem, rings.work, work_it)
+        while is_tile(claimed):
+            _, own_extents, tile = self.enter_work(gmem, extents, claimed)
             shape = self.make_shape(own_extents)
-            tile = self.schedule.get_work_tile(own_idx, shape)
+            num_steps = self.schedule.get_num_steps(tile, shape)
             acc_dK.fill(0.0)
             acc_dV.fill(0.0)
-            rings.KV.wait_full(work_it)
             if const_expr(self.config.K_in_regs):
-                wgmma.load_operand_A(context.gemm_S.tiled_mma, smem.sK, context.gemm_S.tCrA, context.tidx)
-            for _ in cutlass.range(shape.group_size, unroll=1):
-                for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
+                if num_steps > 0:
+                    rings.Q.wait_full(it)
+                    wgmma.load_operand_A(context.gemm_S.tiled_mma, smem.sK, context.gemm_S.tCrA, context.tidx)
+            for member in cutlass.range(shape.group_size, unroll=1):
+                for step in cutlass.range(num_steps, unroll=1):
                     m_block = self.schedule.get_m_block(step, tile, shape)
-                    self.mma_step(context, own_extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it)
+                    is_first = (step == 0) & (member == 0)
+                    self.mma_step(
+                        context, own_extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it, is_first
+                    )
                     it += 1
             acc_dK.store(acc_dK.load() * softmax_scale)
-            if const_expr(extents.varlen):
-                # once more, because there are no registers to keep it over the steps
-                own_gmem, own_extents, own_idx = self.enter_work(gmem, extents, work_idx)
-                tile = self.schedule.get_work_tile(own_idx, self.make_shape(own_extents))
+            # once more, because there are no registers to keep it over the steps
+            own_gmem, _, tile = self.enter_work(gmem, extents, self.read_work(smem, rings.work, work_it))
+            self.release_work(rings.work, work_it)
             self.epilogue_dKV(own_gmem, atoms, smem, rings.KV, context, acc_dK, acc_dV, tile, work_it)
             work_it += 1
-            work_idx = self.next_work(smem, rings.work, work_it)
-        if const_expr(self.config.num_dKV_stages):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            claimed = self.read_work(smem, rings.work, work_it)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def make_mma_context(self, smem: Smem, softmax_scale: Float32) -> MmaContext:
         config = self.config
@@ -745,8 +763,9 @@ class FlashAttentionBackwardSm90:
         m_block: Int32,
         n_block: Int32,
         it: Int32,
+        is_first: Boolean,
     ):
-        """The five GEMMs of one (m_block, n_block) pass."""
+        """The five GEMMs of one (m_block, n_block) pass; whether it is the first of its work tile."""
         shape = self.make_shape(extents)
         shape_S = (self.config.tile_n, self.config.tile_m)
         stage = rings.Q.slot(it)
@@ -766,6 +785,9 @@ class FlashAttentionBackwardSm90:
         warpgroup.wait_group(0)
         self.stats.softmax_backward(acc_S, acc_dP, context.stats, stage)
         rdS = wgmma.to_operand_A(acc_dP, self.dtype)
+        if const_expr(self.config.prefetch_KV):
+            if is_first:
+                self.wait_dKV_sent()
         wgmma.store_C(context.store_S, rdS, context.tRS_sdS[None, None, None, it % NUM_DS_STAGES])
         if const_expr(self.config.split_columns):
             self.add_by_columns(context, smem, rings, acc_dK, acc_dV, rP, it)
@@ -804,8 +826,9 @@ class FlashAttentionBackwardSm90:
         rings.dO.arrive_empty(it)
         # (5) dK += dS^T Q
         issue_gemm(acc_dK, True, (context.gemm_dK.tiled_mma, rdS, stage_of(context.gemm_dK.tCrB, stage)))
+        duty = self.accept_dQ_buffer(context, smem)
         warpgroup.wait_group(1)
-        self.stage_dQ(context, smem, acc_dQ, it)
+        self.stage_dQ(context, smem, acc_dQ, duty, it)
         warpgroup.wait_group(0)
         rings.Q.arrive_empty(it)
 
@@ -839,8 +862,9 @@ class FlashAttentionBackwardSm90:
         issue_gemm(acc_dV, True, (gemm_dV.tiled_mma, stage_of(gemm_dV.tCrA, stage_dS), stage_of(gemm_dV.tCrB, stage)))
         warpgroup.wait_group(2)
         rings.Q.arrive_empty(it)
+        duty = self.accept_dQ_buffer(context, smem)
         warpgroup.wait_group(1)
-        self.stage_dQ(context, smem, acc_dQ, it)
+        self.stage_dQ(context, smem, acc_dQ, duty, it)
         warpgroup.wait_group(0)
         rings.dO.arrive_empty(it)
 
@@ -853,15 +877,18 @@ class FlashAttentionBackwardSm90:
         issue_gemm(acc, False, A_B, *products)
         return acc
 
-    @cute.jit
-    def stage_dQ(self, context: MmaContext, smem: Smem, acc_dQ: cute.Tensor, it: Int32):
-        """Hands this warpgroup's part of the dQ partial, or of the finished dQ tile, to the store warp of this step."""
+    def accept_dQ_buffer(self, context: MmaContext, smem: Smem) -> Int32:
+        """Waits for the staging buffer; returns what to do with it. While dQ is computed, which hides the latencies."""
         cute.arch.barrier(
             barrier_id=NamedBarrierBwd.dQ_empty(context.warpgroup_idx),
             number_of_threads=WARPGROUP_THREADS + WARP_THREADS,
         )
+        return cute.arch.make_warp_uniform(smem.sDuty[0]) if self.fuse_dQ else Int32(DQDuty.STAGE.value)
+
+    @cute.jit
+    def stage_dQ(self, context: MmaContext, smem: Smem, acc_dQ: cute.Tensor, duty: Int32, it: Int32):
+        """Hands this warpgroup's part of the dQ partial, or of the finished dQ tile, to the store warp of this step."""
         if const_expr(self.fuse_dQ):
-            duty = cute.arch.make_warp_uniform(smem.sDuty[0])
             if duty == DQDuty.STAGE.value:
                 cute.autovec_copy(fragment_registers(acc_dQ), context.tdQsdQ)
             else:
@@ -911,37 +938,28 @@ class FlashAttentionBackwardSm90:
         tiles = wgmma.get_tiles(self.config)
         gdK = cute.local_tile(gmem.mdK[None, None, tile.head_idx, tile.batch_idx], tiles.K, (tile.n_block, 0))
         gdV = cute.local_tile(gmem.mdV[None, None, tile.head_idx, tile.batch_idx], tiles.V, (tile.n_block, 0))
-        num_stages = self.config.num_dKV_stages
-        if const_expr(num_stages == 0):
-            # every warpgroup has read sK and sV for the last time
-            self.sync_epilogue()
-            self.write_gradient(context.gemm_dV, acc_dV, smem.sdV, context.tidx)
-            self.write_gradient(context.gemm_dK, acc_dK, smem.sdK, context.tidx)
-            self.sync_epilogue()
+        # every warpgroup has read sK, sV and sdS for the last time
+        self.sync_epilogue()
+        if const_expr(self.config.prefetch_KV):
             if self.is_first_mma_warp():
-                self.store_gradient(atoms.dV, smem.sdV, gdV)
-                self.store_gradient(atoms.dK, smem.sdK, gdK)
-                cute.arch.cp_async_bulk_commit_group()
+                ring_KV.arrive_empty(work_it)
+        self.write_gradient(context.gemm_dV, acc_dV, smem.sdV, context.tidx)
+        self.write_gradient(context.gemm_dK, acc_dK, smem.sdK, context.tidx)
+        self.sync_epilogue()
+        if self.is_first_mma_warp():
+            self.store_gradient(atoms.dV, smem.sdV, gdV)
+            self.store_gradient(atoms.dK, smem.sdK, gdK)
+            cute.arch.cp_async_bulk_commit_group()
+            if const_expr(not self.config.prefetch_KV):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 ring_KV.arrive_empty(work_it)
-        else:
-            ring_KV.arrive_empty(work_it)
-            self.send_gradient(context.gemm_dV, acc_dV, smem.sdV, atoms.dV, gdV, context.tidx)
-            self.send_gradient(context.gemm_dK, acc_dK, smem.sdK, atoms.dK, gdK, context.tidx)
 
     @cute.jit
-    def send_gradient(
-        self, gemm: Gemm, acc: cute.Tensor, sdX: cute.Tensor, atom: cute.CopyAtom, gdX: cute.Tensor, tidx: Int32
-    ):
-        """Sends dK or dV off through a stage, once what left through it before has."""
+    def wait_dKV_sent(self):
+        """Waits until dK and dV of the work tile before have left sdS, so that steps may write there."""
         if self.is_first_mma_warp():
-            cute.arch.cp_async_bulk_wait_group(self.config.num_dKV_stages - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         self.sync_epilogue()
-        self.write_gradient(gemm, acc, sdX, tidx)
-        self.sync_epilogue()
-        if self.is_first_mma_warp():
-            self.store_gradient(atom, sdX, gdX)
-            cute.arch.cp_async_bulk_commit_group()
 
     def write_gradient(self, gemm: Gemm, acc: cute.Tensor, sdX: cute.Tensor, tidx: Int32):
         """Rounds this thread's part of dK or dV into shared memory."""

@@ -17,7 +17,7 @@ from cutlass import Int32
 class Barriers(NamedTuple):
     """`full` and `empty` point to num_stages mbarriers each."""
 
-    full: cute.Pointer
+    full: cute.Pointer | None  # None: what arrives is announced on the barriers of another ring
     empty: cute.Pointer
 
 
@@ -33,7 +33,8 @@ class Ring(Barriers):
     def init(self, num_producers: int, num_consumers: int) -> None:
         """Initialises the mbarriers with their arrive counts. Called by one thread."""
         for stage in range(self.num_stages):
-            cute.arch.mbarrier_init(self.full + stage, num_producers)
+            if self.full is not None:
+                cute.arch.mbarrier_init(self.full + stage, num_producers)
             cute.arch.mbarrier_init(self.empty + stage, num_consumers)
 
     def slot(self, it: Int32) -> Int32:
@@ -71,6 +72,8 @@ def _ring_class(num_stages: int) -> type[Ring]:
     return type(f"Ring{num_stages}", (Ring,), {"num_stages": num_stages})
 
 
-def make_ring(barriers: cute.Pointer, num_stages: int) -> Ring:
-    """A ring over 2 * num_stages mbarriers."""
+def make_ring(barriers: cute.Pointer, num_stages: int, has_full: bool = True) -> Ring:
+    """A ring over 2 * num_stages mbarriers, or over num_stages without those for what arrives."""
+    if not has_full:
+        return _ring_class(num_stages)(None, barriers)
     return _ring_class(num_stages)(barriers, barriers + num_stages)

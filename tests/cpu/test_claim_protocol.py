@@ -147,7 +147,7 @@ def test_no_timing_deadlocks_the_kernels_claims(name, mask, group_size):
         if not schedule.can_implement(shape):
             continue
         residents = schedule.min_resident_ctas(shape)
-        # `claim_early` is for tiles that wait for earlier-claimed ones only
+        # with the last step, or, where tiles wait for later-claimed ones, when it is staged
         for claim_after in ("add", "look") if residents == 1 else ("add",):
             for num_ctas in {residents, residents + 1, residents + 3, 20}:
                 for _ in range(5):

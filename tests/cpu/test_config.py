@@ -71,10 +71,8 @@ def test_accumulators_leave_registers_for_the_rest(head_dim):
 def test_other_tile_widths_are_refused():
     with pytest.raises(ValueError, match="tile_n=192 must be 128 or 64"):
         BwdConfig(64, False, 64, 192)
-    with pytest.raises(ValueError, match="num_dKV_stages=3 must be 0, 1 or 2"):
-        replace(get_config(64, False), num_dKV_stages=3)
-    with pytest.raises(ValueError, match="num_dKV_stages=2.* bytes of shared memory"):
-        replace(get_config(128, False), num_dKV_stages=2)
+    with pytest.raises(ValueError, match="prefetch_KV=True.* bytes of shared memory"):
+        replace(get_config(192, False), prefetch_KV=True)
     with pytest.raises(ValueError, match="tile_n=128 must be 64 where head_dim_v differs"):
         BwdConfig(192, False, 64, 128, num_stages=1, head_dim_v=128)
 
