@@ -26,8 +26,8 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
 
     ring_Q   LOAD -> MMA     full: Q and LSE, dPsum; a work tile's first also K     empty: each MMA warp after (5)
     ring_dO  LOAD -> MMA     full: dO; a work tile's first also V                   empty: each MMA warp after (3)
-    ring_KV  MMA -> LOAD                                empty: one MMA warp after the last step of all; where dK and
-                                                         dV leave through sK and sV, when they have
+    ring_KV  LOAD -> MMA     full: only with a window, see `open_KV`
+                             empty: one MMA warp after the last step of all, or when dK and dV have left sK and sV
     ring_work STORE_DQ -> all  full: a work tile        empty: each reading warp
     sums[parity]                a store warp's own: the sum so far has arrived
     dQFree[parity]              store warp -> the other one, of this parity: the staging buffer has been read
@@ -205,7 +205,7 @@ class FlashAttentionBackwardSm90:
         class SharedStorage:
             ring_Q: cute.struct.MemRange[Int64, 2 * stages]
             ring_dO: cute.struct.MemRange[Int64, 2 * stages]
-            ring_KV: cute.struct.MemRange[Int64, 1]
+            ring_KV: cute.struct.MemRange[Int64, 2]
             ring_work: cute.struct.MemRange[Int64, 2 * NUM_WORK_STAGES]
             sums: cute.struct.MemRange[Int64, 2]
             sWork: cute.struct.MemRange[Int32, len(WorkTile._fields) * NUM_WORK_STAGES]
@@ -233,7 +233,7 @@ class FlashAttentionBackwardSm90:
         rings = Rings(
             make_ring(storage.ring_Q.data_ptr(), config.num_stages),
             make_ring(storage.ring_dO.data_ptr(), config.num_stages),
-            make_ring(storage.ring_KV.data_ptr(), 1, has_full=False),
+            make_ring(storage.ring_KV.data_ptr(), 1, has_full=config.local),
             make_ring(storage.ring_work.data_ptr(), NUM_WORK_STAGES),
             storage.sums.data_ptr(),
         )
@@ -404,6 +404,9 @@ class FlashAttentionBackwardSm90:
         tVsV, tVgV = partition_tma(atoms.V, smem.sV, gV)
         q_bytes, dO_bytes = config.tile_m * config.head_dim_padded * 2, config.tile_m * config.head_dim_v_padded * 2
         k_bytes, v_bytes = config.tile_n * config.head_dim_padded * 2, config.tile_n * config.head_dim_v_padded * 2
+        # K and V come from memory, and there is the time of a step until they may be loaded
+        cute.prefetch(atoms.K, tKgK)
+        cute.prefetch(atoms.V, tVgV)
         for member in cutlass.range(shape.group_size, unroll=1):
             for step in cutlass.range(self.schedule.get_num_steps(tile, shape), unroll=1):
                 m_block, head_idx, stream = self.get_q_tile(step, member, tile, shape)
@@ -415,23 +418,33 @@ class FlashAttentionBackwardSm90:
                 is_first = (step == 0) & (member == 0)
                 stage = rings.Q.slot(it)
                 rings.Q.wait_empty(it)
-                barrier = rings.Q.expect_bytes(it, q_bytes + config.stats_size * 4 + where(is_first, k_bytes, 0))
-                cute.copy(atoms.Q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier)
-                copy_vector(gmem.mStats[None, m_block, stream], smem.sStats[None, stage], barrier)
-                if is_first:
-                    rings.KV.wait_empty(work_it)
-                    cute.copy(atoms.K, tKgK, tKsK, tma_bar_ptr=barrier)
+                barrier_Q = rings.Q.expect_bytes(it, q_bytes + config.stats_size * 4 + where(is_first, k_bytes, 0))
+                cute.copy(atoms.Q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier_Q)
+                copy_vector(gmem.mStats[None, m_block, stream], smem.sStats[None, stage], barrier_Q)
                 rings.dO.wait_empty(it)
-                barrier = rings.dO.expect_bytes(it, dO_bytes + where(is_first, v_bytes, 0))
+                barrier_dO = rings.dO.expect_bytes(it, dO_bytes + where(is_first, v_bytes, 0))
+                cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage], tma_bar_ptr=barrier_dO)
                 if is_first:
-                    cute.copy(atoms.V, tVgV, tVsV, tma_bar_ptr=barrier)
-                cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage], tma_bar_ptr=barrier)
+                    # behind the first Q and dO, which need not wait for it
+                    self.open_KV(rings.KV, work_it)
+                    cute.copy(atoms.K, tKgK, tKsK, tma_bar_ptr=barrier_Q)
+                    cute.copy(atoms.V, tVgV, tVsV, tma_bar_ptr=barrier_dO)
                 it += 1
         if const_expr(config.local):
             if self.schedule.get_num_steps(tile, shape) == 0:
-                # no query sees these keys, so there is nothing to load; the ring counts work tiles all the same
-                rings.KV.wait_empty(work_it)
+                self.open_KV(rings.KV, work_it)  # no query sees these keys: nothing to load
         return it
+
+    def open_KV(self, ring: Ring, work_it: Int32):
+        """Waits until K and V of a work tile may be loaded.
+
+        With a window it says so to the MMA warpgroups. They could otherwise pass by several tiles without steps while
+        LOAD waits for the first, and a parity cannot tell a round of the ring from the one after the next.
+        """
+        ring.wait_empty(work_it)
+        if self.config.local:
+            with cute.arch.elect_one():
+                ring.arrive_full(work_it)
 
     # ---- STORE_DQ --------------------------------------------------------------------------------------------------
 
@@ -692,17 +705,18 @@ class FlashAttentionBackwardSm90:
             num_steps = self.schedule.get_num_steps(tile, shape)
             acc_dK.fill(0.0)
             acc_dV.fill(0.0)
+            if const_expr(self.config.local):
+                rings.KV.wait_full(work_it)
+            if const_expr(self.config.prefetch_KV):
+                self.wait_dKV_sent()
             if const_expr(self.config.K_in_regs):
                 if num_steps > 0:
                     rings.Q.wait_full(it)
                     wgmma.load_operand_A(context.gemm_S.tiled_mma, smem.sK, context.gemm_S.tCrA, context.tidx)
-            for member in cutlass.range(shape.group_size, unroll=1):
+            for _ in cutlass.range(shape.group_size, unroll=1):
                 for step in cutlass.range(num_steps, unroll=1):
                     m_block = self.schedule.get_m_block(step, tile, shape)
-                    is_first = (step == 0) & (member == 0)
-                    self.mma_step(
-                        context, own_extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it, is_first
-                    )
+                    self.mma_step(context, own_extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it)
                     it += 1
             acc_dK.store(acc_dK.load() * softmax_scale)
             # once more, because there are no registers to keep it over the steps
@@ -763,9 +777,8 @@ class FlashAttentionBackwardSm90:
         m_block: Int32,
         n_block: Int32,
         it: Int32,
-        is_first: Boolean,
     ):
-        """The five GEMMs of one (m_block, n_block) pass; whether it is the first of its work tile."""
+        """The five GEMMs of one (m_block, n_block) pass."""
         shape = self.make_shape(extents)
         shape_S = (self.config.tile_n, self.config.tile_m)
         stage = rings.Q.slot(it)
@@ -785,9 +798,6 @@ class FlashAttentionBackwardSm90:
         warpgroup.wait_group(0)
         self.stats.softmax_backward(acc_S, acc_dP, context.stats, stage)
         rdS = wgmma.to_operand_A(acc_dP, self.dtype)
-        if const_expr(self.config.prefetch_KV):
-            if is_first:
-                self.wait_dKV_sent()
         wgmma.store_C(context.store_S, rdS, context.tRS_sdS[None, None, None, it % NUM_DS_STAGES])
         if const_expr(self.config.split_columns):
             self.add_by_columns(context, smem, rings, acc_dK, acc_dV, rP, it)
