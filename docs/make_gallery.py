@@ -68,7 +68,7 @@ def main() -> None:
     entries = list_entries()
     for entry in entries:
         plot(entry.timeline, entry.figure, title=f"{entry.schedule!r}, {entry.mask} mask")
-        _compact(entry.figure)
+        regions.compact(entry.figure)
     DOCUMENT.write_text(render(DOCUMENT.read_text(), entries))
 
 
@@ -83,14 +83,6 @@ def render(document: str, entries: list[Entry]) -> str:
         document = regions.fill(document, f"gallery {selector.name}", f"```text\n{table}\n```")
     with tempfile.TemporaryDirectory() as folder:
         return tutorial.run(document, Path(folder))
-
-
-def _compact(picture: Path) -> None:
-    """A chart needs few colours; with a palette of them it takes a third of the bytes."""
-    from PIL import Image  # matplotlib needs it too
-
-    with Image.open(picture) as image:
-        image.convert("RGB").quantize(64).save(picture, optimize=True)
 
 
 def list_names() -> list[str]:

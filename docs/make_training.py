@@ -9,6 +9,7 @@ From the root of a checkout; the second needs the `plot` extra.
 import argparse
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return record(args.folder, args.steps)
     groups = [[str(path) for path in list_runs(args.folder, schedule)] for schedule in SCHEDULES]
     train_gpt.plot(groups, str(FIGURE))
+    regions.compact(FIGURE)
     DOCUMENT.write_text(render(DOCUMENT.read_text(), args.folder))
     return 0
 
@@ -94,8 +96,14 @@ def describe(folder: Path) -> str:
     """The picture, and in words what it shows."""
     first, second = ([train_gpt.read_rows(str(path)) for path in list_runs(folder, name)] for name in SCHEDULES)
     picture = f"![Losses of two runs of auto and of two runs of unordered](docs/figures/{FIGURE.name})"
-    words = [describe_pair("auto", *first), describe_pair("unordered", *second)]
-    return f"{picture}\n\n{' '.join(words)} ({(folder / ENVIRONMENT).read_text().strip()}; all four at once.)"
+    words = [
+        describe_pair("auto", *first),
+        describe_pair("unordered", *second),
+        "A cross marks where a run parts from the first of its schedule; below is how far its loss is from that one's, "
+        "in powers of ten.",
+        f"({(folder / ENVIRONMENT).read_text().strip()}; all four at once.)",
+    ]
+    return f"{picture}\n\n{textwrap.fill(' '.join(words), 120, break_on_hyphens=False)}"
 
 
 def describe_pair(name: str, a: list[train_gpt.Row], b: list[train_gpt.Row]) -> str:

@@ -198,13 +198,18 @@ def compare(paths: list[str]) -> int:
 def plot(groups: list[list[str]], out: str) -> int:
     """Draws groups of runs side by side: losses, distances to a group's first run, crosses where runs part from it."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     figure = Figure(figsize=(8, 6) if len(groups) == 1 else (5 * len(groups), 5), layout="constrained")
-    grid = figure.subplots(2, len(groups), sharex=True, sharey="row", height_ratios=(2, 1), squeeze=False)
+    grid = figure.subplots(2, len(groups), sharex=True, sharey="row", height_ratios=(3, 2), squeeze=False)
+    losses, distances = grid[:, 0]
+    # logarithms: losses differ most where they are low, distances grow from a loss's last digit; 0 has a place, too
+    losses.set(ylabel="loss, nats per byte", yscale="log")
+    losses.yaxis.set(major_locator=LogLocator(subs=range(1, 10)), minor_locator=NullLocator(), major_formatter="{x:g}")
+    distances.set_yscale("symlog", linthresh=1e-6, linscale=0.5)
     for (curves, gaps), paths in zip(grid.T, groups, strict=True):
         draw_group(curves, gaps, paths)
-    grid[0, 0].set(ylabel="loss, nats per byte")
-    grid[1, 0].set(ylabel="distance from first", ylim=(0, None))
+    distances.set(ylabel="distance from first", ylim=(-3e-7, None))
     figure.savefig(out, dpi=150)
     return 0
 
@@ -213,7 +218,7 @@ def draw_group(curves: "Axes", gaps: "Axes", paths: list[str]) -> None:
     """Draws runs into an axes for losses and one for distances."""
     runs = [read_rows(path) for path in paths]
     for i, (path, run) in enumerate(zip(paths, runs, strict=True)):
-        size = 1 + len(runs) - i  # equal curves lie on one another: the later ones are thinner
+        size = 1 + 1.5 * (len(runs) - 1 - i)  # equal curves lie on one another: the later ones are thinner
         losses = [float(row.loss) for row in run]
         parting = find_parting(runs[0][: len(run)], run[: len(runs[0])])
         fate = (": equal" if parting is None else f": parts at step {parting}") if i else ""

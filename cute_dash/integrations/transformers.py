@@ -1,8 +1,8 @@
 """Hugging Face transformers: `attn_implementation="cute_dash"`, once `register()` has been called.
 
-Host, with torch and transformers. Two functions are registered: the attention of a layer, and the one that makes the
-mask of a forward pass. What a model asks for and cannot be had is refused in either: nothing is dropped, nothing falls
-back to another implementation.
+Host, with torch and transformers; with one older than `TRANSFORMERS_MIN_VERSION` the import raises ImportError. Two
+functions are registered: the attention of a layer, and the one that makes the mask of a forward pass. What a model asks
+for and cannot be had is refused in either: nothing is dropped, nothing falls back to another implementation.
 
 Sequences of different lengths in one tensor, by a padding mask or packed behind each other, are run by
 `flash_attn_varlen_func`. The mask function describes them by *segments*, int (batch, seqlen_k): 0 for padding, and
@@ -14,12 +14,22 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version  # transformers needs it, too
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
+from cute_dash.integrations import TRANSFORMERS_MIN_VERSION
 from cute_dash.interface import flash_attn_func, flash_attn_varlen_func
 from cute_dash.schedule import Schedule
+
+if Version(transformers.__version__) < Version(TRANSFORMERS_MIN_VERSION):
+    raise ImportError(
+        f"transformers {transformers.__version__} is installed; allowed: {TRANSFORMERS_MIN_VERSION} and newer "
+        f"(pip install 'transformers>={TRANSFORMERS_MIN_VERSION}')"
+    )
+# not by `from transformers import`: an older version, which lacks names, would fail above the check
+masking_utils = transformers.masking_utils
 
 # arguments of other attention functions, which change what is computed
 _REFUSED = ("position_bias", "alibi", "head_mask", "block_table", "k_cache", "v_cache")
@@ -36,8 +46,8 @@ def register(name: str = "cute_dash", *, schedule: "str | Schedule" = "auto") ->
         name: what models ask for.
         schedule: of the backward pass, as for `flash_attn_func`; another schedule needs another name.
     """
-    AttentionInterface.register(name, partial(attention, schedule=schedule))
-    AttentionMaskInterface.register(name, make_mask)
+    transformers.AttentionInterface.register(name, partial(attention, schedule=schedule))
+    transformers.AttentionMaskInterface.register(name, make_mask)
 
 
 def attention(

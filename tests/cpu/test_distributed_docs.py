@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cute_dash.distributed.ring import get_block
+from tests.extras import require_transformers
 
 TEXT = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
 BLOCKS = [block.replace('"cuda"', '"cpu"') for block in re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.M)]
@@ -21,7 +22,7 @@ def test_code_on_four_ranks(gloo, block):
 
 
 def test_code_with_transformers():
-    pytest.importorskip("transformers", reason="transformers, the extra of that name, is not installed")
+    require_transformers()
     (block,) = [b for b in BLOCKS if "transformers" in b]
     run_block(block)
 

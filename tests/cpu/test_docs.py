@@ -63,12 +63,12 @@ def test_training_is_up_to_date():
 def test_training_is_recorded_and_described(tmp_path):
     """On the CPU, where `unordered` repeats its bits: so the last step of a run is changed by hand."""
     assert make_training.main(["--run", "--steps", "2", "--folder", str(tmp_path)]) == 0
-    text = make_training.describe(tmp_path)
+    text = " ".join(make_training.describe(tmp_path).split())
     assert "Two runs of `auto` are equal" in text and "after each of 2 steps" in text
     step, loss, _ = (tmp_path / "unordered_2.csv").read_text().splitlines()[2].split(",")
     changed = (tmp_path / "unordered_1.csv").read_text().splitlines()[:2] + [f"{step},{float(loss) + 0.5},00"]
     (tmp_path / "unordered_2.csv").write_text("\n".join(changed) + "\n")
-    text = make_training.describe(tmp_path)
+    text = " ".join(make_training.describe(tmp_path).split())
     assert "Two runs of `unordered` have other weights from step 1 on, and losses that are up to 0.5 apart" in text
 
 

@@ -1,9 +1,17 @@
 """transformers with attn_implementation="cute_dash", on small models with random weights, against eager attention."""
 
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers, the extra of that name, is not installed")
+from cute_dash.integrations import TRANSFORMERS_MIN_VERSION
+from tests.extras import require_transformers
+
+transformers = require_transformers()
 
 from transformers import masking_utils  # noqa: E402
 
@@ -373,3 +381,48 @@ def test_dropout_of_a_config_is_refused_in_training_only():
     with pytest.raises(ValueError, match="attention_dropout"):
         model.train()(input_ids=make_tokens())
     model.eval()(input_ids=make_tokens())
+
+
+# Versions
+
+
+def import_anew():
+    """The integration's code once more, beside the module that everyone else has."""
+    spec = importlib.util.find_spec(integration.__name__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Gives the installed library another version."""
+    installed = sys.modules["transformers"]  # it puts another module there while it loads models
+    return lambda version: monkeypatch.setattr(installed, "__version__", version)
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.3.1", "5.23.0", f"{TRANSFORMERS_MIN_VERSION}.0.dev0"])
+def test_an_older_version_is_named_whatever_it_lacks(version, pretend, monkeypatch):
+    pretend(version)
+    monkeypatch.delattr(masking_utils, "remap_positions_for_packed_sequence")
+    monkeypatch.setattr(sys.modules["transformers"], "masking_utils", None)
+    message = rf"^transformers {version} is installed; allowed: {TRANSFORMERS_MIN_VERSION} and newer \(pip install "
+    with pytest.raises(ImportError, match=message):
+        import_anew()
+
+
+@pytest.mark.parametrize("version", [TRANSFORMERS_MIN_VERSION, f"{TRANSFORMERS_MIN_VERSION}.0", "5.100.0", "10.0.0"])
+def test_newer_versions_are_taken(version, pretend):
+    pretend(version)
+    assert callable(import_anew().register)
+
+
+def test_tests_of_the_integration_are_skipped_with_an_older_version(pretend):
+    pretend("5.3.1")
+    with pytest.raises(pytest.skip.Exception, match=rf"5\.3\.1.*required is: '{TRANSFORMERS_MIN_VERSION}'"):
+        require_transformers()
+
+
+def test_the_package_asks_for_the_version_that_the_code_asks_for():
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert set(re.findall(r'"transformers(|[<>=!~][^"]*)"', pyproject)) == {f">={TRANSFORMERS_MIN_VERSION}"}

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers, the extra of that name, is not installed")
+from tests.extras import require_transformers
+
+transformers = require_transformers()
 
 from cute_dash.integrations import transformers as integration  # noqa: E402
 from cute_dash.interface import last_schedule  # noqa: E402
