@@ -95,8 +95,8 @@ class CompileTimeHandle:
 
 
 # Streams whose Q, dO and fp32 dQ share the L2 at once, in query tokens, and how many streams at most. Measured on an
-# H200 at 2,048 = heads x head dim: causal 4 streams up to 16k tokens; full 8 at 2k, 4 at 8k and 2 at 16k. Windows, not
-# measured yet, go with causal: there too the tiles in flight are in order along the diagonal.
+# H200 at 2,048 = heads x head dim: causal 4 streams up to 8k tokens and 2 at 16k; full 8 at 2k, 4 at 8k and 2 at 16k.
+# Windows, not measured yet, go with causal: there too the tiles in flight are in order along the diagonal.
 _FULL_GROUP = (32768, 8)
 _CAUSAL_GROUP = (32768, 4)
 

@@ -16,10 +16,10 @@ memcheck    An access outside its allocation (the caching allocator is off, so t
 racecheck   Two threads on one shared-memory address without an order between them: for the generic accesses, sStats and
             sOnes, sWork, the staging of dQ, dK, dV. An arrival orders what its own thread did before: the classic fault
             is that all lanes write and one elected lane arrives without a sync_warp between. A hazard that names sdQ is
-            a dQFull, dQEmpty, dQFree or, within a warpgroup, dQSum barrier; sdS, PdS; sK or sV, Epilogue. Copies by the
-            TMA and operands of wgmma belong to the async proxy, which the tool knows in part only: no finding proves
-            nothing for them, and a finding that has a TMA on one side is to be held against its mbarrier (expect_bytes,
-            wait_full, arrive_empty) before it is believed.
+            a dQFull, dQEmpty, dQFree or, within a warpgroup, dQSum barrier; sdS, PdS or Epilogue; sK or sV, Epilogue.
+            Copies by the TMA and operands of wgmma belong to the async proxy, which the tool knows in part only: no
+            finding proves nothing for them, and a finding that has a TMA on one side is to be held against its mbarrier
+            (expect_bytes, wait_full, arrive_empty) before it is believed.
             Global memory is not looked at, so the turnstile and dQaccum are not covered: bits and test_turnstile.py do
             that.
 synccheck   Barriers used wrongly: an mbarrier that is waited for without having been initialised, or left with arrivals

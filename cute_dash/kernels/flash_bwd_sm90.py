@@ -13,10 +13,11 @@ exceed the registers, by columns: (1) and (2) by queries, (3) to (5) by columns 
 
 Warp roles of a CTA (4 producer warps, then the consumer warpgroups):
 
-    LOAD                loads K, V once and Q/LSE, dO/dPsum per step (TMA)
+    LOAD                loads K, V once per work tile and Q/LSE/dPsum, dO per step (TMA)
     STORE_DQ_EVEN/ODD   take turns on the steps: wait for the tile's turn, add the staged dQ partial, pass the turn on.
                         One warp alone cannot: completion, fence and flag of one step must hide behind the next step.
-                        Whoever adds last for a work tile claims the next one, and EVEN after a tile without steps
+                        Whoever comes to a work tile's last step claims the next tile and decodes it for all warps;
+                        after a tile without steps EVEN does
     MMA warpgroups      everything above, then dK and dV
 
 The last to add to a dQ tile finishes it: the store warp brings the sum so far into the staging buffer, the MMA
@@ -28,11 +29,16 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
     ring_dO  LOAD -> MMA     full: dO; a work tile's first also V                   empty: each MMA warp after (3)
     ring_KV  LOAD -> MMA     full: only with a window, see `open_KV`
                              empty: one MMA warp after the last step of all, or when dK and dV have left sK and sV
-    ring_work STORE_DQ -> all  full: a work tile        empty: each reading warp
+    ring_work STORE_DQ -> all  full: a work tile, or `NO_TILE`
+                             empty: each reading warp, those of MMA in the epilogue, where they read it once more
     sums[parity]                a store warp's own: the sum so far has arrived
     dQFree[parity]              store warp -> the other one, of this parity: the staging buffer has been read
-    dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer is theirs, and `sDuty` says what for
+    dQEmpty[warpgroup]          store warp -> MMA warpgroup: the staging buffer is theirs, and `sDuty` says what for;
+                                awaited while (4) runs
     dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial, or of dQ, is staged
+
+dK and dV leave through the memory of sdS (`prefetch_KV`), so that the next K and V load during the epilogue, or, where
+that does not fit, through sK and sV.
 
 The tiles have head_dim_padded columns, those of V, dO and dV head_dim_v_padded. Where the tensors have less, the TMA
 loads zeros for the columns beyond, which add nothing to S and dP, and leaves out those of dQ, dK and dV when it stores.
@@ -43,11 +49,11 @@ other: dK and dV stay in registers for the whole group, and each query head has 
 With sequences of different lengths (`varlen`) each sequence is ordered by the schedule as a batch of one, and their
 work tiles are claimed sequence by sequence; a role enters the sequence of its work tile and then sees nothing else.
 
-CTAs are persistent and claim work tiles from an atomic counter in tile order, each when it has nothing left to wait
-for, so a tile that waits for earlier-claimed tiles only can never wait for one that no CTA works on. The order of
-additions to dQ is kept by `semaphore`; lock value 0 stores instead of adding, so dQaccum is never zero-filled.
-A sliding window can leave a KV tile no step, because no query sees its keys: all roles then pass it by but for the
-epilogue, which writes zeros.
+CTAs are persistent and claim work tiles from an atomic counter in tile order, each with the last step of the tile
+before or, where tiles wait for later-claimed ones, when it has nothing left to wait for (`publish_claim`: why neither
+can deadlock). The order of additions to dQ is kept by `semaphore`; lock value 0 stores instead of adding, so dQaccum is
+never zero-filled. A sliding window can leave a KV tile no step, because no query sees its keys: all roles then pass it
+by but for the epilogue, which writes zeros.
 Everything the schedule decides is asked of `self.schedule` through the protocol; the kernel knows no schedule.
 
 Sources: FlashAttention-2 and -3 papers (tiling, warp specialization), DASH (arXiv 2601.21824; order as a schedule).

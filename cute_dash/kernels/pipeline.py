@@ -5,6 +5,8 @@ it // num_stages; producer and consumers count `it` themselves, which is all the
 
     full[slot]    producer arrives (with the bytes the TMA will bring), consumers wait
     empty[slot]   consumers arrive when they are done with the slot, the producer waits; free at the start
+
+A ring whose slots are filled together with those of another one has no `full` of its own.
 """
 
 from functools import lru_cache

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from cute_dash.config import get_config
+from cute_dash.config import NUM_DS_STAGES, get_config
 
-# what the boxes say of stages and warpgroups is the same in every configuration
+# what the boxes say of stages, warpgroups and the way of dK and dV holds up to head dim 128
 CONFIG = get_config(64, True)
 WARP, RING, BUFFER, GLOBAL = "#dbe9f6", "#e5f2df", "#fdf1d3", "#eeeeee"
 DATA, SYNC, TURN = "#333333", "#2166ac", "#b2182b"
@@ -19,12 +19,12 @@ BOXES: dict[str, tuple[float, float, float, float, str, str]] = {
     "ring_Q": (2.2, 4.7, 1.5, 1.6, RING, f"ring_Q\nsQ, sStats\n{CONFIG.num_stages} stages"),
     "ring_dO": (3.85, 4.7, 1.5, 1.6, RING, f"ring_dO\nsdO\n{CONFIG.num_stages} stages"),
     "ring_KV": (5.5, 4.7, 1.5, 1.6, RING, "ring_KV\nsK, sV\n1 stage"),
-    "ring_work": (7.2, 4.7, 1.35, 1.6, RING, "ring_work\nsWork\nclaims"),
-    "sdS": (8.8, 4.7, 1.4, 1.6, BUFFER, f"sdS\n{CONFIG.num_stages} stages"),
+    "ring_work": (7.2, 4.7, 1.35, 1.6, RING, "ring_work\nsWork\nwork tiles"),
+    "sdS": (8.8, 4.7, 1.4, 1.6, BUFFER, f"sdS\n{NUM_DS_STAGES} stages\nthen dK, dV"),
     "sdQ": (12.4, 4.7, 2.6, 1.6, BUFFER, "sdQ: staging\nfp32 partial, or fp32 sum\nand then 16-bit dQ over it"),
     "mma0": (2.2, 1.0, 5.2, 1.7, WARP, "MMA warpgroup 0\nkeys 0 .. 63 of the tile\nS, dP, dV, dQ, dK"),
     "mma1": (8.2, 1.0, 6.8, 1.7, WARP, "MMA warpgroup 1\nkeys 64 .. 127 of the tile\nS, dP, dV, dQ, dK"),
-    "dKV": (0.0, 1.0, 1.6, 1.7, GLOBAL, "dK, dV\nTMA, through\nsK and sV"),
+    "dKV": (0.0, 1.0, 1.6, 1.7, GLOBAL, "dK, dV\nTMA, through\nthe place of sdS"),
     "semaphore": (17.1, 8.6, 2.1, 0.9, GLOBAL, "semaphore\none per dQ tile"),
     "counter": (17.1, 7.3, 2.1, 0.9, GLOBAL, "counter\nwork tiles claimed"),
     "dQaccum": (17.1, 5.3, 2.1, 1.0, GLOBAL, "dQaccum\nfp32, register order"),
@@ -35,17 +35,17 @@ BOXES: dict[str, tuple[float, float, float, float, str, str]] = {
 Point = tuple[float, float]
 ARROWS: list[tuple[list[Point], str, str, Point]] = [
     ([(1.9, 8.9), (2.6, 8.9)], DATA, "", (0, 0)),
-    ([(2.95, 8.3), (2.95, 6.3)], DATA, "full: bytes", (2.05, 7.3)),
-    ([(4.4, 8.3), (4.4, 6.3)], DATA, "", (0, 0)),
+    ([(2.95, 8.3), (2.95, 6.3)], DATA, "full: Q;\nthe first\nwith K", (2.05, 7.3)),
+    ([(4.4, 8.3), (4.4, 6.3)], DATA, "full: dO;\nthe first\nwith V", (3.5, 7.3)),
     ([(5.0, 8.3), (5.0, 7.0), (6.25, 7.0), (6.25, 6.3)], DATA, "", (0, 0)),
     ([(2.95, 4.7), (2.95, 2.7)], DATA, "", (0, 0)),
     ([(4.6, 4.7), (4.6, 2.7)], DATA, "", (0, 0)),
     ([(6.1, 4.7), (6.1, 2.7)], DATA, "", (0, 0)),
     ([(3.45, 2.7), (3.45, 4.7)], SYNC, "empty:\nafter dK", (3.55, 3.7)),
     ([(5.1, 2.7), (5.1, 4.7)], SYNC, "empty:\nafter dV", (5.2, 3.7)),
-    ([(6.6, 2.7), (6.6, 4.7)], SYNC, "empty: dK, dV\nhave left sK, sV", (6.7, 3.4)),
+    ([(6.6, 2.7), (6.6, 4.7)], SYNC, "empty: after\nthe last step", (6.7, 3.4)),
     ([(2.2, 1.4), (1.6, 1.4)], DATA, "", (0, 0)),
-    ([(8.4, 8.3), (8.4, 6.3)], SYNC, "full: claim", (7.25, 7.4)),
+    ([(8.4, 8.3), (8.4, 6.3)], SYNC, "full: a\nwork tile", (7.4, 7.4)),
     ([(7.85, 4.7), (7.85, 4.2)], SYNC, "to all warps", (7.25, 4.05)),
     ([(9.2, 2.7), (9.2, 4.7)], DATA, "", (0, 0)),
     ([(9.6, 4.7), (9.6, 2.7)], SYNC, "PdS: both\nhalves of\ndS staged", (9.68, 3.75)),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cute_dash.config import NUM_DS_STAGES, SMEM_CAPACITY_BYTES, TUNED_HEAD_DIMS, BwdConfig, get_config
+from cute_dash.config import SMEM_CAPACITY_BYTES, TUNED_HEAD_DIMS, BwdConfig, get_config
 
 COLORS = {
     "sQ": "#4c78a8",
@@ -43,7 +43,7 @@ def list_parts(config: BwdConfig) -> dict[str, int]:
         "sdO": q,
         "sK": kv,
         "sV": kv,
-        "sdS": NUM_DS_STAGES * config.tile_m * config.tile_n * element,
+        "sdS": config.dS_size * element,
         "sdQ": config.tile_m * config.head_dim_padded * fp32,
         "sStats": config.num_stages * config.stats_size * fp32,
         "sOnes": config.ones_size * element,
@@ -64,7 +64,8 @@ def draw() -> Any:
             width = num_bytes / 1024
             axes.barh(row, width, left=left, color=COLORS[name], edgecolor="white", linewidth=0.8, height=0.62)
             if width > 7:
-                text = f"{name}\n{width:.0f}"
+                label = f"{name}, at the end dK and dV" if name == "sdS" and config.prefetch_KV else name
+                text = f"{label}\n{width:.0f}"
                 axes.text(left + width / 2, row, text, ha="center", va="center", fontsize=7.5, color="black")
             left += width
     capacity = SMEM_CAPACITY_BYTES / 1024

@@ -4,12 +4,16 @@ from typing import Any, NamedTuple
 
 ROWS = ("LOAD", "MMA warpgroups", "STORE_DQ_EVEN", "STORE_DQ_ODD")
 NUM_STEPS = 4
-STEP = 3.0  # length of a step on the MMA warpgroups
-START = 2.4  # when the first Q, K and V have arrived
+STEP = 3.2  # length of a step on the MMA warpgroups
+START = 2.4  # when the first Q, dO, K and V have arrived
 READ = 0.9  # until what is staged has been read, and the staging buffer goes to the other store warp
+HAND_OVER = 1.5  # from then on, until the turn has been passed on
 FINISHED = 2  # the step at which this work tile is the last to add
 FINISH = 0.8  # add the sum so far, scale, round
-POLL, WAIT, WORK, HAND_OVER, MOVE = "#f2cf8d", "#eeeeee", "#9ecae1", "#fdae6b", "#c7e9c0"
+CLAIM = 0.65  # take a number, decode it, publish the work tile
+EPILOGUE = 1.7  # write dK and dV to shared memory, start their copies
+SENT = 0.7  # until these have read it
+POLL, WAIT, WORK, PASS_ON, MOVE = "#f2cf8d", "#eeeeee", "#9ecae1", "#fdae6b", "#c7e9c0"
 
 
 class Bar(NamedTuple):
@@ -32,12 +36,17 @@ def draw() -> Any:
         y = ROWS.index(bar.row)
         axes.barh(y, bar.end - bar.start, left=bar.start, height=0.66, color=bar.color, edgecolor="#444444", lw=0.6)
         axes.text((bar.start + bar.end) / 2, y, bar.text, ha="center", va="center", fontsize=7)
-    claim = _staged(NUM_STEPS - 1) + 0.1
-    for time, text in ((0.0, "claim"), (claim, "claim of the next tile")):
-        axes.axvline(time, color="#b2182b", linewidth=1, linestyle=(0, (4, 2)))
+    claims = {
+        0.0: "claim",
+        _get_claim(): "claim of the next tile",
+        _staged(NUM_STEPS - 1) + 0.1: "or here, if CTAs must be resident together",
+    }
+    for time, text in claims.items():
+        axes.axvline(time, color="#b2182b", linewidth=1, linestyle=(0, (4, 2)), zorder=0)
         axes.text(time + 0.08, -0.62, text, color="#b2182b", fontsize=8, ha="left", va="center")
     axes.set_yticks(range(len(ROWS)), ROWS, fontsize=8)
-    axes.set(xlim=(-0.3, claim + 6.3), ylim=(len(ROWS) - 0.5, -0.9), xticks=[], xlabel="time (schematic)")
+    end = _get_end() + EPILOGUE + SENT + 2.5
+    axes.set(xlim=(-0.3, end), ylim=(len(ROWS) - 0.5, -0.9), xticks=[], xlabel="time (schematic)")
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
     return figure
@@ -48,16 +57,28 @@ def _staged(step: int) -> float:
     return START + (step + 1) * STEP - 0.5
 
 
+def _get_claim() -> float:
+    """When the store warp of the last step comes to it: it has passed on its turn of two steps before."""
+    return _staged(NUM_STEPS - 3) + READ + HAND_OVER
+
+
+def _get_end() -> float:
+    """When the last step is done."""
+    return START + NUM_STEPS * STEP
+
+
 def _list_load() -> list[Bar]:
-    bars = [Bar("LOAD", 0.1, 1.0, MOVE, "Q, LSE 0"), Bar("LOAD", 1.0, 1.7, MOVE, "K, V")]
-    bars += [Bar("LOAD", 1.7, 2.4, MOVE, "dO 0"), Bar("LOAD", 2.4, 3.5, MOVE, "Q, dO 1")]
+    bars = [Bar("LOAD", 0.1, 1.0, MOVE, "Q, dO 0"), Bar("LOAD", 1.0, START, MOVE, "K, V")]
+    bars.append(Bar("LOAD", START, START + 1.1, MOVE, "Q, dO 1"))
     for step in range(2, NUM_STEPS):
-        start = START + (step - 1) * STEP
-        bars.append(Bar("LOAD", start, start + 1.2, MOVE, f"Q, dO {step}"))
-    claim = _staged(NUM_STEPS - 1) + 0.15
-    epilogue_end = START + NUM_STEPS * STEP + 1.7
-    bars += [Bar("LOAD", claim, claim + 0.9, MOVE, "next Q 0"), Bar("LOAD", claim + 0.9, epilogue_end, WAIT, "ring_KV")]
-    return [*bars, Bar("LOAD", epilogue_end, epilogue_end + 1.6, MOVE, "next K, V, dO 0")]
+        start = START + (step - 1) * STEP  # when the step two before is done
+        bars.append(Bar("LOAD", start, start + 1.1, MOVE, f"Q, dO {step}"))
+    claimed, first, end = _get_claim() + CLAIM, _get_end() - STEP, _get_end()
+    bars.append(Bar("LOAD", claimed, first, MOVE, "K, V\nto L2"))
+    bars.append(Bar("LOAD", first, first + 1.4, MOVE, "next Q, dO 0"))
+    bars.append(Bar("LOAD", first + 1.4, end, WAIT, "ring_KV"))
+    bars.append(Bar("LOAD", end, end + 1.2, MOVE, "next K, V"))
+    return [*bars, Bar("LOAD", end + 1.2, end + 2.6, MOVE, "next Q, dO 1")]
 
 
 def _list_mma() -> list[Bar]:
@@ -71,9 +92,10 @@ def _list_mma() -> list[Bar]:
             bars.append(Bar(row, ends[1], ends[2], WORK, "dK"))
         else:
             bars.append(Bar(row, start, start + STEP, WORK, f"step {step}\nS, dP, dV, dQ, dK"))
-    end = START + NUM_STEPS * STEP
-    bars.append(Bar(row, end, end + 1.7, MOVE, "epilogue\ndK, dV"))
-    return [*bars, Bar(row, end + 3.3, end + 5.6, WORK, "next tile, step 0")]
+    written = _get_end() + EPILOGUE
+    bars.append(Bar(row, _get_end(), written, MOVE, "epilogue\ndK, dV"))
+    bars.append(Bar(row, written, written + SENT, WAIT, "sent?"))
+    return [*bars, Bar(row, written + SENT, written + SENT + 2.4, WORK, "next tile, step 0")]
 
 
 def _list_stores() -> list[Bar]:
@@ -85,9 +107,12 @@ def _list_stores() -> list[Bar]:
         staged = _staged(step)
         start = _staged(step - 1) + READ if step else 0.3
         idle = idle_since[step % 2]
+        if step == NUM_STEPS - 1:
+            bars.append(Bar(row, idle, idle + CLAIM, MOVE, "claim"))
+            idle += CLAIM
         if step == FINISHED:
-            bars.append(Bar(row, idle, idle + 0.7, POLL, f"turn {step}?"))
-            bars.append(Bar(row, idle + 0.7, start, WAIT, "buffer?"))
+            bars.append(Bar(row, idle, idle + 0.8, POLL, f"turn {step}?"))
+            bars.append(Bar(row, idle + 0.8, start, WAIT, "buffer?"))
             bars.append(Bar(row, start, start + 0.7, MOVE, "sum"))
             bars.append(Bar(row, start + 0.7, staged, WAIT, "dQFull?"))
             bars.append(Bar(row, staged, staged + READ, MOVE, "store\ndQ"))
@@ -96,6 +121,6 @@ def _list_stores() -> list[Bar]:
             bars.append(Bar(row, idle, start, WAIT, "buffer?"))
         bars.append(Bar(row, start, staged, POLL, f"turn {step}?"))
         bars.append(Bar(row, staged, staged + READ, MOVE, f"add {step}"))
-        idle_since[step % 2] = staged + READ + 1.6
-        bars.append(Bar(row, staged + READ, staged + READ + 1.6, HAND_OVER, "complete,\nfence, release"))
+        idle_since[step % 2] = staged + READ + HAND_OVER
+        bars.append(Bar(row, staged + READ, idle_since[step % 2], PASS_ON, "complete,\nfence, release"))
     return bars

@@ -374,7 +374,7 @@ def test_a_window_costs_a_second_mask_and_a_third_claim():
             assert local.count(opcode) == causal.count(opcode), opcode
         # a selection per score for either end of the window, each behind a branch of its own
         assert local.count("FSEL") == 2 * causal.count("FSEL") == get_config(head_dim, True).tile_m
-        # the first claim, the one with the last turn, and under a window the one after a tile without steps
+        # the first claim, the one with the last step, and under a window the one after a tile without steps
         assert (local.count("ATOMG"), causal.count("ATOMG")) == (3, 2)
 
 

@@ -1,9 +1,10 @@
 """The kernel's claim protocol, modelled: two store warps per CTA, one staging buffer, claims from a counter.
 
-`check` assumes that a CTA claims a tile only when it has no turn left to wait for. The kernel has two store warps that
-each run ahead on their own steps, so whether it keeps that promise depends on when the claim is made. This model makes
-every event of a store warp a separate step and runs them in random order; a claim one event too early is the negative
-control, and deadlocks.
+`check` assumes that a CTA claims a tile when it is done with one. The kernel has two store warps that each run ahead on
+their own steps, and claims earlier: with the last step of a tile ("look"), where all waits are for tiles that were
+claimed before, else when that step is staged and every turn before it is held or passed on ("add"). This model makes
+every event of a store warp a separate step and runs them in random order; a claim with the last step where tiles wait
+for later-claimed ones is the negative control, and deadlocks.
 """
 
 import itertools
