@@ -69,7 +69,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_dash.config import NUM_DS_STAGES, BwdConfig
-from cute_dash.ints import where
+from cute_dash.ints import minimum, where
 from cute_dash.kernels import debug, mask, semaphore, varlen, wgmma
 from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms, map_rows
 from cute_dash.kernels.copy import (
@@ -959,8 +959,10 @@ class FlashAttentionBackwardSm90:
         if const_expr(self.config.prefetch_KV):
             if self.is_first_mma_warp():
                 ring_KV.arrive_empty(work_it)
-        self.write_gradient(context.gemm_dV, acc_dV, smem.sdV, context.tidx)
-        self.write_gradient(context.gemm_dK, acc_dK, smem.sdK, context.tidx)
+        # n_block is no less than 0, which the compiler does not know, as in `finish_piece`
+        tidx = context.tidx + minimum(tile.n_block, 0)
+        self.write_gradient(context.gemm_dV, acc_dV, smem.sdV, tidx)
+        self.write_gradient(context.gemm_dK, acc_dK, smem.sdK, tidx)
         self.sync_epilogue()
         if self.is_first_mma_warp():
             self.store_gradient(atoms.dV, smem.sdV, gdV)
