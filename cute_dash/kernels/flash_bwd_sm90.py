@@ -69,7 +69,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_dash.config import NUM_DS_STAGES, BwdConfig
-from cute_dash.ints import minimum, where
+from cute_dash.ints import maximum, minimum, where
 from cute_dash.kernels import debug, mask, semaphore, varlen, wgmma
 from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms, map_rows
 from cute_dash.kernels.copy import (
@@ -525,17 +525,22 @@ class FlashAttentionBackwardSm90:
         """The work tile of a work index, and whether nobody works on it; called by a whole warp.
 
         Beyond the last index it is `NO_TILE`, which is not void. With sequences of different lengths batch_idx is the
-        number of the sequence, and indices are void that are left over, or belong to a sequence without queries.
+        number of the sequence, and indices are void that are left over, or belong to a sequence without queries or
+        keys. Schedules are asked about what they have promised to answer only, lengths from 1 and indices of tiles:
+        elsewhere they may divide by zero.
         """
-        shape = self.make_shape(extents)
-        if not extents.varlen:
-            tile, num_work, is_void = self.schedule.get_work_tile(work_idx, shape), shape.num_work_tiles, Boolean(False)
-        else:
+        shape, own_idx, is_void = self.make_shape(extents), work_idx, Boolean(False)
+        num_work = shape.num_work_tiles
+        if extents.varlen:
             sequence, own_idx = self.find_work(extents, work_idx)
-            shape = self.make_shape(extents.make_sequence(sequence.seqlen_q, sequence.seqlen_k))
-            tile = self.schedule.get_work_tile(own_idx, shape)._replace(batch_idx=sequence.idx)
+            seqlen_q, seqlen_k = sequence.seqlen_q, sequence.seqlen_k
+            shape = self.make_shape(extents.make_sequence(maximum(seqlen_q, 1), maximum(seqlen_k, 1)))
             num_work = self.get_num_work(extents)
-            is_void = (work_idx < num_work) & ((own_idx >= shape.num_work_tiles) | (sequence.seqlen_q == 0))
+            is_left_over = own_idx >= shape.num_work_tiles
+            is_void = (work_idx < num_work) & (is_left_over | (seqlen_q == 0) | (seqlen_k == 0))
+        tile = self.schedule.get_work_tile(minimum(own_idx, shape.num_work_tiles - 1), shape)
+        if extents.varlen:
+            tile = tile._replace(batch_idx=sequence.idx)
         numbers = tile.n_block, tile.head_idx, tile.batch_idx
         return WorkTile(*(Int32(where(work_idx < num_work, x, NO_TILE)) for x in numbers)), is_void
 
