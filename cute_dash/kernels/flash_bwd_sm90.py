@@ -16,8 +16,8 @@ Warp roles of a CTA (4 producer warps, then the consumer warpgroups):
     LOAD                loads K, V once per work tile and Q/LSE/dPsum, dO per step (TMA)
     STORE_DQ_EVEN/ODD   take turns on the steps: wait for the tile's turn, add the staged dQ partial, pass the turn on.
                         One warp alone cannot: completion, fence and flag of one step must hide behind the next step.
-                        Whoever comes to a work tile's last step claims the next tile and decodes it for all warps;
-                        after a tile without steps EVEN does
+                        Whoever has the turn of a work tile's last step claims the next tile and decodes it for all
+                        warps; after a tile without steps EVEN does
     MMA warpgroups      everything above, then dK and dV
 
 The last to add to a dQ tile finishes it: the store warp brings the sum so far into the staging buffer, the MMA
@@ -49,7 +49,7 @@ other: dK and dV stay in registers for the whole group, and each query head has 
 With sequences of different lengths (`varlen`) each sequence is ordered by the schedule as a batch of one, and their
 work tiles are claimed sequence by sequence; a role enters the sequence of its work tile and then sees nothing else.
 
-CTAs are persistent and claim work tiles from an atomic counter in tile order, each with the last step of the tile
+CTAs are persistent and claim work tiles from an atomic counter in tile order, each with the last turn of the tile
 before or, where tiles wait for later-claimed ones, when it has nothing left to wait for (`publish_claim`: why neither
 can deadlock). The order of additions to dQ is kept by `semaphore`; lock value 0 stores instead of adding, so dQaccum is
 never zero-filled. A sliding window can leave a KV tile no step, because no query sees its keys: all roles then pass it
@@ -475,16 +475,19 @@ class FlashAttentionBackwardSm90:
                     q_tile = self.get_q_tile(step, member, tile, shape)
                     turn = self.get_turn(q_tile, tile, shape)
                     is_last_step = (step == num_steps - 1) & (member == shape.group_size - 1)
-                    if const_expr(not self.cooperative):
-                        if is_last_step:
-                            self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
                     if const_expr(self.fuse_dQ):
                         # before the buffer is there, because the sum so far must then be loaded into it
                         if turn.finishes:
                             self.wait_turn(own_gmem, own_extents, q_tile, tile, turn.lock_value)
                     self.take_dQ_buffer(parity)
                     num_sums = self.hand_dQ_buffer(own_gmem, smem, rings, parity, q_tile, turn, num_sums)
-                    self.send_dQ(own_gmem, atoms, own_extents, smem, parity, q_tile, tile, turn)
+                    if const_expr(self.schedule.ordered):
+                        if not turn.finishes:
+                            self.wait_turn(own_gmem, own_extents, q_tile, tile, turn.lock_value)
+                    if const_expr(not self.cooperative):
+                        if is_last_step:
+                            self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
+                    self.send_dQ(own_gmem, atoms, smem, parity, q_tile, tile.batch_idx, turn)
                     if const_expr(self.cooperative):
                         if is_last_step:
                             self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
@@ -502,14 +505,15 @@ class FlashAttentionBackwardSm90:
     def publish_claim(self, gmem: Gmem, extents: Extents, smem: Smem, ring: Ring, work_it: Int32):
         """Claims the next work tile and hands it to all warps, or `NO_TILE`, which ends them.
 
-        When it is called: with the last step of the current tile, so that what the next one begins with loads during
-        that step; or at once, if the current tile has no step. No claim is earlier, because a claimed tile queues
-        behind the turns of the one before (claimed with its last loads, tiles of a serial order waited for whole
-        streams: 17x slower). It cannot deadlock where every tile waits for earlier-claimed ones only: the tile of the
-        least number that is not finished is then one that some CTA works on, and nothing that it waits for is held up
-        by a claim. Where tiles wait for later-claimed ones (`cooperative`), it could; there the claim is made when the
-        CTA holds or has passed on every turn of its tile: the last step's partial is staged, which needed the staging
-        buffer, which the step before gave back after its turn.
+        When it is called: when the turn of the current tile's last step has come, so that what the next tile begins
+        with loads during that step; or at once, if the current tile has no step. No claim is earlier, because a claimed
+        tile queues behind the turns of the one before: claimed with the last loads, tiles of a serial order waited for
+        whole streams (17x slower); claimed before the last turn is waited for, those of `longest_first` ran three times
+        slower. It cannot deadlock where every tile waits for earlier-claimed ones only: the tile of the least number
+        that is not finished is then one that some CTA works on, and nothing that it waits for is held up by a claim.
+        Where tiles wait for later-claimed ones (`cooperative`), it could, because the turn of the step before can
+        be outstanding; there the claim is made when the CTA holds or has passed on every turn of its tile: the last
+        step's partial is staged, which needed the staging buffer, which the step before gave back after its turn.
         """
         tile, is_void = self.locate_work(extents, semaphore.claim_next(gmem.mCounter.iterator))
         if const_expr(extents.varlen):
@@ -620,17 +624,13 @@ class FlashAttentionBackwardSm90:
         self,
         gmem: Gmem,
         atoms: TmaAtoms,
-        extents: Extents,
         smem: Smem,
         parity: Int32,
         q_tile: QTile,
-        tile: WorkTile,
+        batch_idx: Int32,
         turn: Turn,
     ):
         """Starts adding the staged dQ partial to dQ tile `q_tile`, or storing the finished tile."""
-        if const_expr(self.schedule.ordered):
-            if not turn.finishes:
-                self.wait_turn(gmem, extents, q_tile, tile, turn.lock_value)
         for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
             cute.arch.barrier(
                 barrier_id=NamedBarrierBwd.dQ_full(warpgroup_idx, parity),
@@ -638,7 +638,7 @@ class FlashAttentionBackwardSm90:
             )
             if const_expr(self.fuse_dQ):
                 if turn.finishes:
-                    self.store_piece(gmem, atoms, smem, q_tile, tile.batch_idx, warpgroup_idx)
+                    self.store_piece(gmem, atoms, smem, q_tile, batch_idx, warpgroup_idx)
                 else:
                     self.add_piece(gmem, smem, q_tile, warpgroup_idx, turn.lock_value)
             else:

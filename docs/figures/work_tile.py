@@ -10,6 +10,7 @@ READ = 0.9  # until what is staged has been read, and the staging buffer goes to
 HAND_OVER = 1.5  # from then on, until the turn has been passed on
 FINISHED = 2  # the step at which this work tile is the last to add
 FINISH = 0.8  # add the sum so far, scale, round
+POLLED = 0.6  # for the turn of the last step
 CLAIM = 0.65  # take a number, decode it, publish the work tile
 EPILOGUE = 1.7  # write dK and dV to shared memory, start their copies
 SENT = 0.7  # until these have read it
@@ -38,7 +39,7 @@ def draw() -> Any:
         axes.text((bar.start + bar.end) / 2, y, bar.text, ha="center", va="center", fontsize=7)
     claims = {
         0.0: "claim",
-        _get_claim(): "claim of the next tile",
+        _get_claim(): "next claim",
         _staged(NUM_STEPS - 1) + 0.1: "or here, if CTAs must be resident together",
     }
     for time, text in claims.items():
@@ -58,8 +59,8 @@ def _staged(step: int) -> float:
 
 
 def _get_claim() -> float:
-    """When the store warp of the last step comes to it: it has passed on its turn of two steps before."""
-    return _staged(NUM_STEPS - 3) + READ + HAND_OVER
+    """When the store warp of the last step has its turn."""
+    return _staged(NUM_STEPS - 2) + READ + POLLED
 
 
 def _get_end() -> float:
@@ -73,10 +74,9 @@ def _list_load() -> list[Bar]:
     for step in range(2, NUM_STEPS):
         start = START + (step - 1) * STEP  # when the step two before is done
         bars.append(Bar("LOAD", start, start + 1.1, MOVE, f"Q, dO {step}"))
-    claimed, first, end = _get_claim() + CLAIM, _get_end() - STEP, _get_end()
-    bars.append(Bar("LOAD", claimed, first, MOVE, "K, V\nto L2"))
-    bars.append(Bar("LOAD", first, first + 1.4, MOVE, "next Q, dO 0"))
-    bars.append(Bar("LOAD", first + 1.4, end, WAIT, "ring_KV"))
+    claimed, end = _get_claim() + CLAIM, _get_end()
+    bars.append(Bar("LOAD", claimed, claimed + 0.5, MOVE, "K, V\nto L2"))
+    bars.append(Bar("LOAD", claimed + 0.5, end, MOVE, "next\nQ, dO 0"))
     bars.append(Bar("LOAD", end, end + 1.2, MOVE, "next K, V"))
     return [*bars, Bar("LOAD", end + 1.2, end + 2.6, MOVE, "next Q, dO 1")]
 
@@ -107,9 +107,6 @@ def _list_stores() -> list[Bar]:
         staged = _staged(step)
         start = _staged(step - 1) + READ if step else 0.3
         idle = idle_since[step % 2]
-        if step == NUM_STEPS - 1:
-            bars.append(Bar(row, idle, idle + CLAIM, MOVE, "claim"))
-            idle += CLAIM
         if step == FINISHED:
             bars.append(Bar(row, idle, idle + 0.8, POLL, f"turn {step}?"))
             bars.append(Bar(row, idle + 0.8, start, WAIT, "buffer?"))
@@ -119,7 +116,13 @@ def _list_stores() -> list[Bar]:
             continue
         if step:
             bars.append(Bar(row, idle, start, WAIT, "buffer?"))
-        bars.append(Bar(row, start, staged, POLL, f"turn {step}?"))
+        if step == NUM_STEPS - 1:
+            claim = _get_claim()
+            bars.append(Bar(row, start, claim, POLL, f"turn\n{step}?"))
+            bars.append(Bar(row, claim, claim + CLAIM, MOVE, "claim"))
+            bars.append(Bar(row, claim + CLAIM, staged, WAIT, "dQFull?"))
+        else:
+            bars.append(Bar(row, start, staged, POLL, f"turn {step}?"))
         bars.append(Bar(row, staged, staged + READ, MOVE, f"add {step}"))
         idle_since[step % 2] = staged + READ + HAND_OVER
         bars.append(Bar(row, staged + READ, idle_since[step % 2], PASS_ON, "complete,\nfence, release"))

@@ -1,9 +1,9 @@
 """The kernel's claim protocol, modelled: two store warps per CTA, one staging buffer, claims from a counter.
 
 `check` assumes that a CTA claims a tile when it is done with one. The kernel has two store warps that each run ahead on
-their own steps, and claims earlier: with the last step of a tile ("look"), where all waits are for tiles that were
-claimed before, else when that step is staged and every turn before it is held or passed on ("add"). This model makes
-every event of a store warp a separate step and runs them in random order; a claim with the last step where tiles wait
+their own steps, and claims earlier: with the turn of a tile's last step ("turn"), where all waits are for tiles that
+were claimed before, else when that step is staged and every turn before it is held or passed on ("add"). This model
+makes every event of a store warp a separate step and runs them in random order; a claim with that turn where tiles wait
 for later-claimed ones is the negative control, and deadlocks.
 """
 
@@ -148,8 +148,8 @@ def test_no_timing_deadlocks_the_kernels_claims(name, mask, group_size):
         if not schedule.can_implement(shape):
             continue
         residents = schedule.min_resident_ctas(shape)
-        # with the last step, or, where tiles wait for later-claimed ones, when it is staged
-        for claim_after in ("add", "look") if residents == 1 else ("add",):
+        # with the last turn, or, where tiles wait for later-claimed ones, when that step is staged
+        for claim_after in ("add", "turn", "look") if residents == 1 else ("add",):
             for num_ctas in {residents, residents + 1, residents + 3, 20}:
                 for _ in range(5):
                     kernel = Kernel(schedule, shape, num_ctas, claim_after)
@@ -166,7 +166,7 @@ def test_no_timing_deadlocks_sequences_of_different_lengths(name, mask):
     for _ in range(10):
         lengths = [(rng.randint(1, 600), rng.randint(1, 600)) for _ in range(rng.randint(1, 5))]
         shapes = [config.make_shape(1, 2, *pair, window, 2) for pair in lengths]
-        for num_ctas, claim_after in itertools.product((1, 2, 5, 20), ("add", "look")):
+        for num_ctas, claim_after in itertools.product((1, 2, 5, 20), ("add", "turn", "look")):
             kernel = PackedKernel(schedule, shapes, num_ctas, claim_after, rng)
             assert kernel.run(rng), f"{lengths} with {num_ctas} CTAs that claim after {claim_after}"
 
