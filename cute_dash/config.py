@@ -41,6 +41,8 @@ class BwdConfig:
         head_dim_v: elements per head of V and dO; if 0 is given, head_dim.
         prefetch_KV: dK and dV leave through the memory of dS, enlarged where it is too small, instead of that of K and
             V, so that K and V of the next work tile load meanwhile.
+        skip_hidden_keys: a warpgroup whose keys no query of a step sees computes its part of dQ only. It pays where Q
+            tiles are shorter than KV tiles: half of the first step on a diagonal is hidden then.
         K_in_regs: K, as operand of S^T, is read from shared memory once per work tile and kept in registers, not read
             in every step.
     """
@@ -57,6 +59,7 @@ class BwdConfig:
     local: bool = False
     head_dim_v: int = 0
     prefetch_KV: bool = False
+    skip_hidden_keys: bool = False
     K_in_regs: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +80,11 @@ class BwdConfig:
         if self.tile_n not in (64, 128):
             raise ValueError(
                 f"tile_n={self.tile_n} must be 128 or 64: 64 keys for each consumer warpgroup, or for both"
+            )
+        if self.skip_hidden_keys and (self.mask == "full" or self.split_columns):
+            raise ValueError(
+                f"skip_hidden_keys=True is for masks that hide keys and warpgroups with keys of their own (tile_n=128), "
+                f"not for mask={self.mask!r}, tile_n={self.tile_n}"
             )
         if self.num_stages < 1:
             raise ValueError(f"num_stages={self.num_stages} must be at least 1")
@@ -235,6 +243,7 @@ def _get_config(head_dim: int, causal: bool, local: bool) -> BwdConfig:
             fuse_dQ=True,
             local=local,
             prefetch_KV=True,
+            skip_hidden_keys=causal or local,
         )
     return BwdConfig(
         head_dim,

@@ -152,6 +152,17 @@ class ProblemShape:
             num_keys = num_keys + self.window.right
         return minimum(ceil_div(maximum(num_keys, 0), self.tile_n), self.num_n_blocks)
 
+    def hides_keys(self, m_block: int, first_key: int, num_keys: int) -> bool:
+        """True if no query of Q tile `m_block` sees any of the keys first_key .. first_key + num_keys - 1."""
+        is_hidden = first_key >= self.seqlen_k
+        if self.mask == "full":
+            return is_hidden
+        last_seen = minimum((m_block + 1) * self.tile_m, self.seqlen_q) - 1 + self.diagonal
+        if self.window is None:
+            return is_hidden | (first_key > last_seen)
+        first_seen = m_block * self.tile_m + self.diagonal - self.window.left
+        return is_hidden | (first_key > last_seen + self.window.right) | (first_key + num_keys <= first_seen)
+
     def needs_mask(self, m_block: int, n_block: int) -> bool:
         """True if some pair of a query and a key of this tile is masked or the key lies beyond seqlen_k."""
         needs_right_mask = self.needs_right_mask(m_block, n_block)

@@ -789,12 +789,60 @@ class FlashAttentionBackwardSm90:
         n_block: Int32,
         it: Int32,
     ):
-        """The five GEMMs of one (m_block, n_block) pass."""
+        """One (m_block, n_block) pass."""
+        rings.Q.wait_full(it)
+        if const_expr(self.config.skip_hidden_keys):
+            keys = self.config.tile_n // self.config.num_mma_warpgroups
+            first_key = n_block * self.config.tile_n + context.warpgroup_idx * keys
+            if self.make_shape(extents).hides_keys(m_block, first_key, keys):
+                self.pass_hidden_keys(context, smem, rings, it)
+            else:
+                self.compute_step(context, extents, smem, rings, acc_dK, acc_dV, m_block, n_block, it)
+        else:
+            self.compute_step(context, extents, smem, rings, acc_dK, acc_dV, m_block, n_block, it)
+
+    @cute.jit
+    def pass_hidden_keys(self, context: MmaContext, smem: Smem, rings: Rings, it: Int32):
+        """A step in which no query sees a key of this warpgroup: its dS is 0, and it computes its part of dQ only."""
+        rings.dO.wait_full(it)
+        acc_dP = make_accumulator(context.gemm_dP.tiled_mma, (self.config.tile_n, self.config.tile_m))
+        acc_dP.fill(0.0)
+        rdS = wgmma.to_operand_A(acc_dP, self.dtype)
+        wgmma.store_C(context.store_S, rdS, context.tRS_sdS[None, None, None, it % NUM_DS_STAGES])
+        self.sync_dS()
+        acc_dQ = self.gemm_ss(
+            context.gemm_dQ, (self.config.tile_m, self.config.head_dim_padded), it % NUM_DS_STAGES, None
+        )
+        rings.dO.arrive_empty(it)
+        duty = self.accept_dQ_buffer(context, smem)
+        warpgroup.wait_group(0)
+        rings.Q.arrive_empty(it)
+        self.stage_dQ(context, smem, acc_dQ, duty, it)
+
+    def sync_dS(self):
+        """Every warpgroup has staged its dS, and P if it does; also, all have finished the GEMMs of the step before that
+        read them, so that its stages are free again."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
+
+    @cute.jit
+    def compute_step(
+        self,
+        context: MmaContext,
+        extents: Extents,
+        smem: Smem,
+        rings: Rings,
+        acc_dK: cute.Tensor,
+        acc_dV: cute.Tensor,
+        m_block: Int32,
+        n_block: Int32,
+        it: Int32,
+    ):
+        """The five GEMMs of a pass."""
         shape = self.make_shape(extents)
         shape_S = (self.config.tile_n, self.config.tile_m)
         stage = rings.Q.slot(it)
         # (1) S^T = K Q^T
-        rings.Q.wait_full(it)
         acc_S = self.gemm_ss(context.gemm_S, shape_S, None, stage, *self.stats.products_S(context.stats, stage))
         # (2) dP^T = V dO^T
         rings.dO.wait_full(it)
@@ -837,10 +885,7 @@ class FlashAttentionBackwardSm90:
         stage, stage_dS = rings.Q.slot(it), it % NUM_DS_STAGES
         # (3) dV += P^T dO
         issue_gemm(acc_dV, True, (context.gemm_dV.tiled_mma, rP, stage_of(context.gemm_dV.tCrB, stage)))
-        # dS of both warpgroups is staged; also, both have finished (4) and (5) of the step before, so that its stage
-        # of sdS is free again
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
+        self.sync_dS()
         # (4) dQ = dS K
         acc_dQ = self.gemm_ss(context.gemm_dQ, (self.config.tile_m, self.config.head_dim_padded), stage_dS, None)
         warpgroup.wait_group(1)
@@ -870,10 +915,7 @@ class FlashAttentionBackwardSm90:
         """
         stage, stage_dS = rings.Q.slot(it), it % NUM_DS_STAGES
         wgmma.store_C(context.store_S, rP, context.tRS_sP[None, None, None, stage_dS])
-        # P and dS of both warpgroups are staged; also, both have finished (3) to (5) of the step before, so that its
-        # stages of sP and sdS are free again
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
+        self.sync_dS()
         gemm_dV, gemm_dK = context.gemm_dV, context.gemm_dK
         # (5) dK += dS^T Q
         issue_gemm(acc_dK, True, (gemm_dK.tiled_mma, stage_of(gemm_dK.tCrA, stage_dS), stage_of(gemm_dK.tCrB, stage)))

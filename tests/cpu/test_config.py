@@ -73,6 +73,10 @@ def test_other_tile_widths_are_refused():
         BwdConfig(64, False, 64, 192)
     with pytest.raises(ValueError, match="prefetch_KV=True.* bytes of shared memory"):
         replace(get_config(192, False), prefetch_KV=True)
+    with pytest.raises(ValueError, match="skip_hidden_keys=True .*not for mask='full', tile_n=128"):
+        replace(get_config(128, False), skip_hidden_keys=True)
+    with pytest.raises(ValueError, match="skip_hidden_keys=True .*not for mask='causal', tile_n=64"):
+        replace(get_config(256, True), skip_hidden_keys=True)
     with pytest.raises(ValueError, match="tile_n=128 must be 64 where head_dim_v differs"):
         BwdConfig(192, False, 64, 128, num_stages=1, head_dim_v=128)
 

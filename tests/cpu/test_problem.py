@@ -61,6 +61,20 @@ def test_block_ranges_are_those_of_the_elements(seqlen_q, seqlen_k, tile_m, tile
 
 @settings(max_examples=1500, deadline=None, derandomize=True)
 @given(LENGTHS, LENGTHS, TILES, TILES, st.booleans(), st.tuples(SIDES, SIDES))
+def test_keys_are_hidden_exactly_where_no_query_sees_one(seqlen_q, seqlen_k, tile_m, tile_n, causal, window_size):
+    """Of the visited tiles: parts of two keys, or the whole."""
+    shape = make_shape(seqlen_q, seqlen_k, tile_m, tile_n, causal, window_size)
+    visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size)
+    for n in range(shape.num_n_blocks):
+        for m in range(shape.get_m_block_min(n), shape.get_m_block_max(n)):
+            tile = tile_of(visible, shape, m, n)
+            for first, num_keys in ((0, tile_n), *((i, 2) for i in range(tile_n - 1))):
+                hidden = not tile[:, first : first + num_keys].any()
+                assert shape.hides_keys(m, n * tile_n + first, num_keys) == hidden
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(LENGTHS, LENGTHS, TILES, TILES, st.booleans(), st.tuples(SIDES, SIDES))
 def test_a_tile_is_masked_exactly_where_it_must_be(seqlen_q, seqlen_k, tile_m, tile_n, causal, window_size):
     """Of the visited tiles: those with a hidden pair, and those whose last keys do not exist."""
     shape = make_shape(seqlen_q, seqlen_k, tile_m, tile_n, causal, window_size)

@@ -285,14 +285,19 @@ def test_another_process_gets_the_same_bits(make_problem, pytestconfig):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(fuse_dQ=False), dict(prefetch_KV=False), dict(fuse_dQ=False, prefetch_KV=False)],
+    [
+        dict(fuse_dQ=False),
+        dict(prefetch_KV=False),
+        dict(skip_hidden_keys=False),
+        dict(fuse_dQ=False, prefetch_KV=False, skip_hidden_keys=False),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["hybrid", "shortest_first"])
 @MASKS
 @pytest.mark.parametrize("head_dim", [64, 96, 128], ids=lambda head_dim: f"hd{head_dim}")
 def test_how_a_cta_goes_from_tile_to_tile_changes_no_bit(head_dim, causal, name, change, make_problem, poison):
-    """Who scales and rounds dQ, and through which shared memory dK and dV leave."""
+    """Who scales and rounds dQ, through which shared memory dK and dV leave, and whether masked halves are computed."""
     problem = make_problem(4, 1000, 1100, 8, head_dim, causal, num_heads_kv=4)
     schedule = problem.resolve(name)
     expected = problem.backward(schedule)
