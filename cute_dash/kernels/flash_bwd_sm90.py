@@ -68,7 +68,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_dash.config import NUM_DS_STAGES, BwdConfig
+from cute_dash.config import NUM_DS_STAGES, NUM_WORK_STAGES, BwdConfig
 from cute_dash.ints import maximum, minimum, where
 from cute_dash.kernels import debug, mask, semaphore, varlen, wgmma
 from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms, map_rows
@@ -97,7 +97,6 @@ from cute_dash.kernels.workspace import get_first_tile
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, WorkTile
 
-NUM_WORK_STAGES = 4
 NO_TILE = -1  # in place of a work tile's numbers: there is none left
 
 
