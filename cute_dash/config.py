@@ -84,7 +84,7 @@ class BwdConfig:
             )
         if self.skip_hidden_keys and (self.mask == "full" or self.split_columns):
             raise ValueError(
-                f"skip_hidden_keys=True is for masks that hide keys and warpgroups with keys of their own (tile_n=128), "
+                "skip_hidden_keys=True is for masks that hide keys and warpgroups with keys of their own (tile_n=128), "
                 f"not for mask={self.mask!r}, tile_n={self.tile_n}"
             )
         if self.num_stages < 1:

@@ -819,8 +819,10 @@ class FlashAttentionBackwardSm90:
         self.stage_dQ(context, smem, acc_dQ, duty, it)
 
     def sync_dS(self):
-        """Every warpgroup has staged its dS, and P if it does; also, all have finished the GEMMs of the step before that
-        read them, so that its stages are free again."""
+        """Waits until every warpgroup has staged its dS, and P if it does.
+
+        All have then finished the GEMMs of the step before that read its stages, which are free again.
+        """
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
 
