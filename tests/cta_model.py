@@ -46,9 +46,9 @@ def list_turns(config, schedule, shape, work_idx, sequence):
 class Kernel(Tasks):
     """A launch. Several shapes are sequences of different lengths; `bug` names the rule that is broken, if any."""
 
-    def __init__(self, config, schedule, shapes, num_ctas, rng, claims_late=False, bug=None):
+    def __init__(self, config, schedule, shapes, num_ctas, rng, bug=None):
         super().__init__(rng)
-        self.config, self.claims_late, self.bug = config, claims_late, bug
+        self.config, self.bug = config, bug
         self.work = []  # the steps of every work index; None: void
         for sequence, shape in enumerate(shapes):
             indices = range(shape.num_work_tiles)
@@ -205,13 +205,11 @@ class Cta:
             barrier.arrive("store")
         if not turn.finishes:
             yield from self.wait_turn(turn)
-        if next_it is not None and not self.kernel.claims_late:
+        if next_it is not None:
             yield from self.publish_claim(next_it)
         for sdQ, barriers in zip(self.sdQ, self.dQ_full, strict=True):
             yield from barriers[parity].sync("store")
             group.copy_out(sdQ, ("dQ", it))
-        if next_it is not None and self.kernel.claims_late:
-            yield from self.publish_claim(next_it)
         yield from group.wait(read=True)
         self.dQ_free[1 - parity].arrive(parity)
         if not turn.finishes:

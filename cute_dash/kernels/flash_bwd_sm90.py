@@ -49,11 +49,10 @@ other: dK and dV stay in registers for the whole group, and each query head has 
 With sequences of different lengths (`varlen`) each sequence is ordered by the schedule as a batch of one, and their
 work tiles are claimed sequence by sequence; a role enters the sequence of its work tile and then sees nothing else.
 
-CTAs are persistent and claim work tiles from an atomic counter in tile order, each with the last turn of the tile
-before or, where tiles wait for later-claimed ones, when it has nothing left to wait for (`publish_claim`: why neither
-can deadlock). The order of additions to dQ is kept by `semaphore`; lock value 0 stores instead of adding, so dQaccum is
-never zero-filled. A sliding window can leave a KV tile no step, because no query sees its keys: all roles then pass it
-by but for the epilogue, which writes zeros.
+CTAs are persistent and claim work tiles from an atomic counter in tile order, each when it has got all turns of the
+tile before (`publish_claim`: why not earlier). The order of additions to dQ is kept by `semaphore`; lock value 0 stores
+instead of adding, so dQaccum is never zero-filled. A sliding window can leave a KV tile no step, because no query sees
+its keys: all roles then pass it by but for the epilogue, which writes zeros.
 Everything the schedule decides is asked of `self.schedule` through the protocol; the kernel knows no schedule.
 
 Sources: FlashAttention-2 and -3 papers (tiling, warp specialization), DASH (arXiv 2601.21824; order as a schedule).
@@ -473,7 +472,6 @@ class FlashAttentionBackwardSm90:
                 for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
                     q_tile = self.get_q_tile(step, member, tile, shape)
                     turn = self.get_turn(q_tile, tile, shape)
-                    is_last_step = (step == num_steps - 1) & (member == shape.group_size - 1)
                     if const_expr(self.fuse_dQ):
                         # before the buffer is there, because the sum so far must then be loaded into it
                         if turn.finishes:
@@ -483,13 +481,9 @@ class FlashAttentionBackwardSm90:
                     if const_expr(self.schedule.ordered):
                         if not turn.finishes:
                             self.wait_turn(own_gmem, own_extents, q_tile, tile, turn.lock_value)
-                    if const_expr(not self.cooperative):
-                        if is_last_step:
-                            self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
+                    if (step == num_steps - 1) & (member == shape.group_size - 1):
+                        self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
                     self.send_dQ(own_gmem, atoms, smem, parity, q_tile, tile.batch_idx, turn)
-                    if const_expr(self.cooperative):
-                        if is_last_step:
-                            self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
                     self.finish_dQ(own_gmem, own_extents, parity, q_tile, tile.n_block, turn)
                 it += num_steps
             if const_expr(self.config.local):
@@ -504,15 +498,13 @@ class FlashAttentionBackwardSm90:
     def publish_claim(self, gmem: Gmem, extents: Extents, smem: Smem, ring: Ring, work_it: Int32):
         """Claims the next work tile and hands it to all warps, or `NO_TILE`, which ends them.
 
-        When it is called: when the turn of the current tile's last step has come, so that what the next tile begins
-        with loads during that step; or at once, if the current tile has no step. No claim is earlier, because a claimed
-        tile queues behind the turns of the one before: claimed with the last loads, tiles of a serial order waited for
-        whole streams (17x slower); claimed before the last turn is waited for, those of `longest_first` ran three times
-        slower. It cannot deadlock where every tile waits for earlier-claimed ones only: the tile of the least number
-        that is not finished is then one that some CTA works on, and nothing that it waits for is held up by a claim.
-        Where tiles wait for later-claimed ones (`cooperative`), it could, because the turn of the step before can
-        be outstanding; there the claim is made when the CTA holds or has passed on every turn of its tile: the last
-        step's partial is staged, which needed the staging buffer, which the step before gave back after its turn.
+        It is called at the last step of the current tile, when the staging buffer and the turn are there, so that what
+        the next tile begins with loads during that step; or at once, if the current tile has no step. The step before
+        has given the buffer back after its turn, so the CTA then holds or has passed on every turn of its tile, and
+        `check` has proved that with such claims nothing can deadlock. An earlier claim would be slow: a claimed tile
+        queues behind the turns of the one before (claimed with the last loads, tiles of a serial order waited for whole
+        streams, 17x slower; claimed before the last turn is waited for, those of `longest_first` took three times as
+        long). And where tiles wait for later-claimed ones, it could deadlock.
         """
         tile, is_void = self.locate_work(extents, semaphore.claim_next(gmem.mCounter.iterator))
         if const_expr(extents.varlen):

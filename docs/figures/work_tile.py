@@ -39,8 +39,7 @@ def draw() -> Any:
         axes.text((bar.start + bar.end) / 2, y, bar.text, ha="center", va="center", fontsize=7)
     claims = {
         0.0: "claim",
-        _get_claim(): "next claim",
-        _staged(NUM_STEPS - 1) + 0.1: "or here, if CTAs must be resident together",
+        _get_claim(): "claim of the next tile",
     }
     for time, text in claims.items():
         axes.axvline(time, color="#b2182b", linewidth=1, linestyle=(0, (4, 2)), zorder=0)

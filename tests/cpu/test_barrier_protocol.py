@@ -50,9 +50,8 @@ def test_no_interleaving_breaks_a_rule(name, mask):
             if not schedule.can_implement(shape):
                 continue
             residents = schedule.min_resident_ctas(shape)
-            for num_ctas, claims_late in {(residents, residents > 1), (residents, True), (3, residents > 1)}:
-                if num_ctas >= residents:
-                    Kernel(config, schedule, [shape], num_ctas, rng, claims_late).run()
+            for num_ctas in {residents, max(residents, 3)}:
+                Kernel(config, schedule, [shape], num_ctas, rng).run()
 
 
 @pytest.mark.parametrize("mask", MASKS)
