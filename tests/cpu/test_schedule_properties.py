@@ -185,7 +185,7 @@ def test_measured_group_sizes():
     def size(seqlen, causal):
         return schedule.get_heads_per_group(ProblemShape(1, 64, seqlen, seqlen, 128, 128, causal))
 
-    assert [size(seqlen, True) for seqlen in (512, 2048, 8192, 16384)] == [4, 4, 4, 4]
+    assert [size(seqlen, True) for seqlen in (512, 2048, 8192, 16384)] == [4, 4, 4, 2]
     assert [size(seqlen, False) for seqlen in (2048, 8192, 16384, 1 << 20)] == [8, 4, 2, 1]
     local = ProblemShape(1, 64, 8192, 8192, 128, 128, False, Window(1024, 0))
     assert schedule.get_heads_per_group(local) == size(8192, True)  # not measured: as causal
