@@ -187,18 +187,22 @@ class BwdConfig:
         return max(dS, dK_dV) if self.prefetch_KV else dS
 
     @property
+    def P_size(self) -> int:
+        """16-bit elements of the stages of P, which goes through shared memory by columns only."""
+        return NUM_DS_STAGES * self.tile_m * self.tile_n if self.split_columns else 0
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes: stages of Q, dO, dS and P; K, V, the fp32 dQ tile, row statistics."""
         element, fp32 = 2, 4
         q_elements, columns = self.tile_m * self.head_dim_padded, self.head_dim_padded + self.head_dim_v_padded
         q_do = self.num_stages * self.tile_m * columns * element
         kv = self.tile_n * columns * element
-        ds = self.dS_size * element
-        p = NUM_DS_STAGES * self.tile_m * self.tile_n * element if self.split_columns else 0
+        ds_p = (self.dS_size + self.P_size) * element
         dq = q_elements * fp32
         barriers = 256
         head = barriers + self.ones_size * element + self.num_stages * self.stats_size * fp32
-        return q_do + kv + ds + p + dq + (head + 1023) // 1024 * 1024
+        return q_do + kv + ds_p + dq + (head + 1023) // 1024 * 1024
 
 
 def describe_head_dims(head_dim: int, head_dim_v: int) -> str:

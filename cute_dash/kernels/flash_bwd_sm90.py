@@ -221,7 +221,7 @@ class FlashAttentionBackwardSm90:
             sK: tile(element, config.tile_n * config.head_dim_padded)
             sV: tile(element, config.tile_n * config.head_dim_v_padded)
             sdS: tile(element, config.dS_size)
-            sP: tile(element, config.tile_m * config.tile_n * NUM_DS_STAGES if config.split_columns else 0)
+            sP: tile(element, config.P_size)
             sdQ: tile(Float32, config.tile_m * config.head_dim_padded)
 
         return SharedStorage
@@ -718,7 +718,10 @@ class FlashAttentionBackwardSm90:
             for _ in cutlass.range(shape.group_size, unroll=1):
                 for step in cutlass.range(num_steps, unroll=1):
                     m_block = self.schedule.get_m_block(step, tile, shape)
-                    self.mma_step(context, own_extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it)
+                    if self.hides_own_keys(context, shape, m_block, tile.n_block):
+                        self.pass_hidden_keys(context, smem, rings, it)
+                    else:
+                        self.mma_step(context, own_extents, smem, rings, acc_dK, acc_dV, m_block, tile.n_block, it)
                     it += 1
             acc_dK.store(acc_dK.load() * softmax_scale)
             # once more, because there are no registers to keep it over the steps
@@ -767,6 +770,31 @@ class FlashAttentionBackwardSm90:
             softmax_scale=softmax_scale,
         )
 
+    def hides_own_keys(self, context: MmaContext, shape: ProblemShape, m_block: Int32, n_block: Int32) -> Boolean:
+        """Whether no query of a step sees a key of this warpgroup; False where nobody looks."""
+        if not self.config.skip_hidden_keys:
+            return Boolean(False)
+        num_keys = self.config.tile_n // self.config.num_mma_warpgroups
+        first_key = n_block * self.config.tile_n + context.warpgroup_idx * num_keys
+        return shape.hides_keys(m_block, first_key, num_keys)
+
+    @cute.jit
+    def pass_hidden_keys(self, context: MmaContext, smem: Smem, rings: Rings, it: Int32):
+        """A step in which no query sees a key of this warpgroup: its dS is 0, and it computes its part of dQ only."""
+        rings.Q.wait_full(it)
+        rings.dO.wait_full(it)
+        acc_dP = make_accumulator(context.gemm_dP.tiled_mma, (self.config.tile_n, self.config.tile_m))
+        acc_dP.fill(0.0)
+        rdS = wgmma.to_operand_A(acc_dP, self.dtype)
+        wgmma.store_C(context.store_S, rdS, context.tRS_sdS[None, None, None, it % NUM_DS_STAGES])
+        self.sync_dS()
+        acc_dQ = self.gemm_dQ(context, it % NUM_DS_STAGES)
+        rings.dO.arrive_empty(it)
+        duty = self.accept_dQ_buffer(context, smem)
+        warpgroup.wait_group(0)
+        rings.Q.arrive_empty(it)
+        self.stage_dQ(context, smem, acc_dQ, duty, it)
+
     @cute.jit
     def mma_step(
         self,
@@ -780,62 +808,12 @@ class FlashAttentionBackwardSm90:
         n_block: Int32,
         it: Int32,
     ):
-        """One (m_block, n_block) pass."""
-        rings.Q.wait_full(it)
-        if const_expr(self.config.skip_hidden_keys):
-            keys = self.config.tile_n // self.config.num_mma_warpgroups
-            first_key = n_block * self.config.tile_n + context.warpgroup_idx * keys
-            if self.make_shape(extents).hides_keys(m_block, first_key, keys):
-                self.pass_hidden_keys(context, smem, rings, it)
-            else:
-                self.compute_step(context, extents, smem, rings, acc_dK, acc_dV, m_block, n_block, it)
-        else:
-            self.compute_step(context, extents, smem, rings, acc_dK, acc_dV, m_block, n_block, it)
-
-    @cute.jit
-    def pass_hidden_keys(self, context: MmaContext, smem: Smem, rings: Rings, it: Int32):
-        """A step in which no query sees a key of this warpgroup: its dS is 0, and it computes its part of dQ only."""
-        rings.dO.wait_full(it)
-        acc_dP = make_accumulator(context.gemm_dP.tiled_mma, (self.config.tile_n, self.config.tile_m))
-        acc_dP.fill(0.0)
-        rdS = wgmma.to_operand_A(acc_dP, self.dtype)
-        wgmma.store_C(context.store_S, rdS, context.tRS_sdS[None, None, None, it % NUM_DS_STAGES])
-        self.sync_dS()
-        acc_dQ = self.gemm_ss(
-            context.gemm_dQ, (self.config.tile_m, self.config.head_dim_padded), it % NUM_DS_STAGES, None
-        )
-        rings.dO.arrive_empty(it)
-        duty = self.accept_dQ_buffer(context, smem)
-        warpgroup.wait_group(0)
-        rings.Q.arrive_empty(it)
-        self.stage_dQ(context, smem, acc_dQ, duty, it)
-
-    def sync_dS(self):
-        """Waits until every warpgroup has staged its dS, and P if it does.
-
-        All have then finished the GEMMs of the step before that read its stages, which are free again.
-        """
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
-
-    @cute.jit
-    def compute_step(
-        self,
-        context: MmaContext,
-        extents: Extents,
-        smem: Smem,
-        rings: Rings,
-        acc_dK: cute.Tensor,
-        acc_dV: cute.Tensor,
-        m_block: Int32,
-        n_block: Int32,
-        it: Int32,
-    ):
-        """The five GEMMs of a pass."""
+        """The five GEMMs of one (m_block, n_block) pass."""
         shape = self.make_shape(extents)
         shape_S = (self.config.tile_n, self.config.tile_m)
         stage = rings.Q.slot(it)
         # (1) S^T = K Q^T
+        rings.Q.wait_full(it)
         acc_S = self.gemm_ss(context.gemm_S, shape_S, None, stage, *self.stats.products_S(context.stats, stage))
         # (2) dP^T = V dO^T
         rings.dO.wait_full(it)
@@ -855,6 +833,14 @@ class FlashAttentionBackwardSm90:
             self.add_by_columns(context, smem, rings, acc_dK, acc_dV, rP, it)
         else:
             self.add_by_keys(context, smem, rings, acc_dK, acc_dV, rP, rdS, it)
+
+    def sync_dS(self):
+        """Waits until every warpgroup has staged its dS, and P if it does.
+
+        All have then finished the GEMMs of the step before that read its stages, which are free again.
+        """
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
 
     def get_score_place(self, context: MmaContext) -> tuple[Int32, Int32]:
         """Where this thread's part of S^T lies in the tile: `tidx` and `first_column` of `mask.apply_mask`."""
@@ -880,7 +866,7 @@ class FlashAttentionBackwardSm90:
         issue_gemm(acc_dV, True, (context.gemm_dV.tiled_mma, rP, stage_of(context.gemm_dV.tCrB, stage)))
         self.sync_dS()
         # (4) dQ = dS K
-        acc_dQ = self.gemm_ss(context.gemm_dQ, (self.config.tile_m, self.config.head_dim_padded), stage_dS, None)
+        acc_dQ = self.gemm_dQ(context, stage_dS)
         warpgroup.wait_group(1)
         rings.dO.arrive_empty(it)
         # (5) dK += dS^T Q
@@ -913,7 +899,7 @@ class FlashAttentionBackwardSm90:
         # (5) dK += dS^T Q
         issue_gemm(acc_dK, True, (gemm_dK.tiled_mma, stage_of(gemm_dK.tCrA, stage_dS), stage_of(gemm_dK.tCrB, stage)))
         # (4) dQ = dS K
-        acc_dQ = self.gemm_ss(context.gemm_dQ, (self.config.tile_m, self.config.head_dim_padded), stage_dS, None)
+        acc_dQ = self.gemm_dQ(context, stage_dS)
         # (3) dV += P^T dO
         issue_gemm(acc_dV, True, (gemm_dV.tiled_mma, stage_of(gemm_dV.tCrA, stage_dS), stage_of(gemm_dV.tCrB, stage)))
         warpgroup.wait_group(2)
@@ -923,6 +909,10 @@ class FlashAttentionBackwardSm90:
         self.stage_dQ(context, smem, acc_dQ, duty, it)
         warpgroup.wait_group(0)
         rings.dO.arrive_empty(it)
+
+    def gemm_dQ(self, context: MmaContext, stage_dS: Int32) -> cute.Tensor:
+        """Issues this warpgroup's part of dQ = dS K."""
+        return self.gemm_ss(context.gemm_dQ, (self.config.tile_m, self.config.head_dim_padded), stage_dS, None)
 
     def gemm_ss(
         self, gemm: Gemm, shape_mn, stage_A: Int32 | None, stage_B: Int32 | None, *products: tuple

@@ -40,6 +40,13 @@ def tile_of(visible, shape, m_block, n_block):
     return visible[rows : rows + shape.tile_m, columns : columns + shape.tile_n]
 
 
+def visited_tiles(visible, shape):
+    """(m_block, n_block, the pairs of the tile) of every tile that a work tile visits."""
+    for n in range(shape.num_n_blocks):
+        for m in range(shape.get_m_block_min(n), shape.get_m_block_max(n)):
+            yield m, n, tile_of(visible, shape, m, n)
+
+
 @settings(max_examples=1500, deadline=None, derandomize=True)
 @given(LENGTHS, LENGTHS, TILES, TILES, st.booleans(), st.tuples(SIDES, SIDES))
 @example(10, 3, 2, 2, False, (0, 5))  # more queries than keys, the right side beyond seqlen_k
@@ -65,12 +72,10 @@ def test_keys_are_hidden_exactly_where_no_query_sees_one(seqlen_q, seqlen_k, til
     """Of the visited tiles: parts of two keys, or the whole."""
     shape = make_shape(seqlen_q, seqlen_k, tile_m, tile_n, causal, window_size)
     visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size)
-    for n in range(shape.num_n_blocks):
-        for m in range(shape.get_m_block_min(n), shape.get_m_block_max(n)):
-            tile = tile_of(visible, shape, m, n)
-            for first, num_keys in ((0, tile_n), *((i, 2) for i in range(tile_n - 1))):
-                hidden = not tile[:, first : first + num_keys].any()
-                assert shape.hides_keys(m, n * tile_n + first, num_keys) == hidden
+    for m, n, tile in visited_tiles(visible, shape):
+        for first, num_keys in ((0, tile_n), *((i, 2) for i in range(tile_n - 1))):
+            hidden = not tile[:, first : first + num_keys].any()
+            assert shape.hides_keys(m, n * tile_n + first, num_keys) == hidden
 
 
 @settings(max_examples=1500, deadline=None, derandomize=True)
@@ -79,14 +84,12 @@ def test_a_tile_is_masked_exactly_where_it_must_be(seqlen_q, seqlen_k, tile_m, t
     """Of the visited tiles: those with a hidden pair, and those whose last keys do not exist."""
     shape = make_shape(seqlen_q, seqlen_k, tile_m, tile_n, causal, window_size)
     visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size)
-    for n in range(shape.num_n_blocks):
-        for m in range(shape.get_m_block_min(n), shape.get_m_block_max(n)):
-            beyond_k = (n + 1) * tile_n > seqlen_k
-            tile = tile_of(visible, shape, m, n)
-            assert shape.needs_mask(m, n) == (beyond_k or not tile.all())
-            # the corners: last key and first query, first key and last query
-            assert shape.needs_right_mask(m, n) == (beyond_k or not tile[0, -1])
-            assert shape.needs_left_mask(m, n) == (not tile[-1, 0])
+    for m, n, tile in visited_tiles(visible, shape):
+        beyond_k = (n + 1) * tile_n > seqlen_k
+        assert shape.needs_mask(m, n) == (beyond_k or not tile.all())
+        # the corners: last key and first query, first key and last query
+        assert shape.needs_right_mask(m, n) == (beyond_k or not tile[0, -1])
+        assert shape.needs_left_mask(m, n) == (not tile[-1, 0])
 
 
 @settings(max_examples=1500, deadline=None, derandomize=True)
