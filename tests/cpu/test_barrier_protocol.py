@@ -93,12 +93,15 @@ def test_the_model_notices(bug):
         run_often(config, registry.load("shortest_first"), shape, 1, bug=bug)
 
 
-def test_the_model_notices_claims_with_turns_outstanding_where_tiles_wait_for_later_ones():
+@pytest.mark.parametrize(
+    "bug", ["the next tile is claimed with turns outstanding", "a claim leads where tiles wait for later ones"]
+)
+def test_the_model_notices_claims_with_turns_outstanding_where_tiles_wait_for_later_ones(bug):
     config, schedule = make_config("hd64", "causal"), registry.load("symmetric_shift")
-    shape = make_shape(config, 3, 3)
+    shape = make_shape(config, 2, 4)
     assert schedule.min_resident_ctas(shape) == 2
     with pytest.raises(ProtocolError, match="standstill"):
-        run_often(config, schedule, shape, 2, bug="the next tile is claimed with turns outstanding")
+        run_often(config, schedule, shape, 2, bug=bug)
 
 
 def test_tiles_without_steps_are_among_those_tested():

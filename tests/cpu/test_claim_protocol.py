@@ -1,9 +1,10 @@
 """The kernel's claim protocol, modelled: two store warps per CTA, one staging buffer, claims from a counter.
 
 `check` assumes that a CTA claims a tile when it is done with one. The kernel has two store warps that each run ahead on
-their own steps, and claims a little earlier: when the last step of a tile has its turn and the staging buffer
-("buffer"), so that no turn is left to wait for. This model makes every event of a store warp a separate step and runs
-them in random order; claims one or two events earlier are the negative controls, and deadlock.
+their own steps, and claims earlier: when the last step of a tile but one (`lead` 1) has its turn and the staging buffer
+("buffer") or, where more than one CTA must be resident, the last one (`lead` 0), so that no turn is left to wait for.
+This model makes every event of a store warp a separate step and runs them in random order; earlier claims where more
+than one CTA must be resident are the negative controls, and deadlock.
 """
 
 import itertools
@@ -13,7 +14,7 @@ from collections import Counter, deque
 import pytest
 
 from cute_dash import registry
-from cute_dash.config import get_config
+from cute_dash.config import CLAIM_LEAD, get_config
 from cute_dash.problem import MASKS, Window, normalize_mask
 from cute_dash.schedule import needs_one_cta
 from cute_dash.validation import TESTED_SCHEDULES
@@ -31,7 +32,7 @@ class Cta:
     """
 
     def __init__(self):
-        self.steps = (deque(), deque())  # of each warp: (it, dQ tile, lock value, last of its work tile)
+        self.steps = (deque(), deque())  # of each warp: (it, dQ tile, lock value, whether it claims)
         self.has_looked = [False, False]  # at its next step
         self.holds_turn = [False, False]
         self.has_buffer = [False, False]
@@ -39,7 +40,7 @@ class Cta:
         self.num_added = 0
         self.claims_left = 1  # a CTA begins with a claim, and makes another where its protocol says so
 
-    def take(self, schedule, shape, work_idx, sequence=0):
+    def take(self, schedule, shape, work_idx, lead, sequence=0):
         tile = schedule.get_work_tile(work_idx, shape)
         num_steps = schedule.get_num_steps(tile, shape)
         self.claims_left += num_steps == 0  # nothing to wait for: the next is claimed at once
@@ -47,20 +48,21 @@ class Cta:
             m_block = schedule.get_m_block(step, tile, shape)
             target = (sequence, tile.batch_idx, tile.head_idx * shape.group_size + member, m_block)
             lock_value = schedule.get_lock_value(m_block, tile, shape)
-            last = (member, step) == (shape.group_size - 1, num_steps - 1)
-            self.steps[self.num_steps % 2].append((self.num_steps, target, lock_value, last))
+            claims = (member, step) == (shape.group_size - 1, max(num_steps - 1 - lead, 0))
+            self.steps[self.num_steps % 2].append((self.num_steps, target, lock_value, claims))
             self.num_steps += 1
 
 
 class Kernel:
     """All CTAs of a launch.
 
-    `claim_after` is the event of a tile's last step that claims the next: "look", "turn", "buffer" or
-    "add".
+    `claim_after` is the event that claims the next tile, "look", "turn", "buffer" or "add", of the step that is `lead`
+    before the last; by default as the kernel does.
     """
 
-    def __init__(self, schedule, shape, num_ctas, claim_after):
+    def __init__(self, schedule, shape, num_ctas, claim_after="buffer", lead=None):
         self.schedule, self.shape, self.claim_after = schedule, shape, claim_after
+        self.lead = lead if lead is not None else CLAIM_LEAD if schedule.min_resident_ctas(shape) == 1 else 0
         self.ctas = [Cta() for _ in range(num_ctas)]
         self.semaphores = Counter()
         self.num_claimed = 0
@@ -68,7 +70,7 @@ class Kernel:
 
     def claim(self, cta):
         cta.claims_left -= 1
-        cta.take(self.schedule, self.shape, self.num_claimed)
+        cta.take(self.schedule, self.shape, self.num_claimed, self.lead)
 
     def enabled(self):
         """The events that can happen now, as (cta, event, warp)."""
@@ -95,7 +97,7 @@ class Kernel:
             self.claim(cta)
             self.num_claimed += 1
             return
-        _, target, _, last = cta.steps[warp][0]
+        _, target, _, claims = cta.steps[warp][0]
         if event == "look":
             cta.has_looked[warp] = True
         elif event == "turn":
@@ -107,7 +109,7 @@ class Kernel:
             cta.has_looked[warp] = cta.holds_turn[warp] = cta.has_buffer[warp] = False
             self.semaphores[target] += 1
             cta.steps[warp].popleft()
-        if last and event == self.claim_after:
+        if claims and event == self.claim_after:
             cta.claims_left += 1
 
     def run(self, rng):
@@ -120,8 +122,8 @@ class Kernel:
 class PackedKernel(Kernel):
     """Sequences of different lengths: each has its own orders and turnstiles, and some claims between them are void."""
 
-    def __init__(self, schedule, shapes, num_ctas, claim_after, rng):
-        super().__init__(schedule, shapes[0], num_ctas, claim_after)
+    def __init__(self, schedule, shapes, num_ctas, rng):
+        super().__init__(schedule, shapes[0], num_ctas, lead=CLAIM_LEAD)
         self.work = []
         for sequence, shape in enumerate(shapes):
             self.work += [(shape, work_idx, sequence) for work_idx in range(shape.num_work_tiles)]
@@ -132,7 +134,8 @@ class PackedKernel(Kernel):
         if (work := self.work[self.num_claimed]) is None:
             return  # the CTA claims once more
         cta.claims_left -= 1
-        cta.take(self.schedule, *work)
+        shape, work_idx, sequence = work
+        cta.take(self.schedule, shape, work_idx, self.lead, sequence)
 
 
 def shape_of(seqlen_q, seqlen_k, num_heads, head_dim, causal, window_size=(-1, -1), group_size=1):
@@ -156,7 +159,7 @@ def test_no_timing_deadlocks_the_kernels_claims(name, mask, group_size):
         residents = schedule.min_resident_ctas(shape)
         for num_ctas in {residents, residents + 1, residents + 3, 20}:
             for _ in range(5):
-                assert Kernel(schedule, shape, num_ctas, "buffer").run(rng), f"{shape} with {num_ctas} CTAs"
+                assert Kernel(schedule, shape, num_ctas).run(rng), f"{shape} with {num_ctas} CTAs"
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -170,17 +173,19 @@ def test_no_timing_deadlocks_sequences_of_different_lengths(name, mask):
         lengths = [(rng.randint(1, 600), rng.randint(1, 600)) for _ in range(rng.randint(1, 5))]
         shapes = [config.make_shape(1, 2, *pair, window, 2) for pair in lengths]
         for num_ctas in (1, 2, 5, 20):
-            assert PackedKernel(schedule, shapes, num_ctas, "buffer", rng).run(rng), f"{lengths} with {num_ctas} CTAs"
+            assert PackedKernel(schedule, shapes, num_ctas, rng).run(rng), f"{lengths} with {num_ctas} CTAs"
 
 
-def test_a_claim_with_a_turn_outstanding_deadlocks():
-    """Tile 0 of 3 has its last turn before the turn of the step before, and may then claim the tile it waits for."""
-    schedule, shape = registry.load("symmetric_shift"), shape_of(384, 384, 1, 64, True)
-    assert shape.num_n_blocks == 3
+@pytest.mark.parametrize(
+    ("claim_after", "lead", "seqlens"), [("turn", 0, (384, 384)), ("look", 0, (384, 384)), ("buffer", 1, (256, 512))]
+)
+def test_a_claim_with_a_turn_outstanding_deadlocks(claim_after, lead, seqlens):
+    """A tile can have its last turn, or the last but one, before others, and then claims a tile that these wait for."""
+    schedule, shape = registry.load("symmetric_shift"), shape_of(*seqlens, 2, 64, True)
+    assert schedule.min_resident_ctas(shape) == 2
     rng = random.Random(0)
-    for claim_after in ("turn", "look"):
-        outcomes = {Kernel(schedule, shape, 2, claim_after).run(rng) for _ in range(200)}
-        assert False in outcomes
+    outcomes = {Kernel(schedule, shape, 2, claim_after, lead).run(rng) for _ in range(200)}
+    assert False in outcomes
 
 
 def test_tiles_without_steps_are_among_those_tested():
@@ -193,4 +198,4 @@ def test_tiles_without_steps_are_among_those_tested():
 def test_the_model_refuses_too_few_residents():
     schedule, shape = registry.load("shift"), shape_of(512, 512, 2, 64, False)
     assert schedule.min_resident_ctas(shape) == 4
-    assert not any(Kernel(schedule, shape, 3, "buffer").run(random.Random(seed)) for seed in range(10))
+    assert not any(Kernel(schedule, shape, 3).run(random.Random(seed)) for seed in range(10))
