@@ -236,7 +236,7 @@ def test_additions_happen_in_the_promised_order(name, head_dims, causal, make_pr
 
 
 @MASKS
-@pytest.mark.parametrize("head_dims", [(192, 192), UNEQUAL_HEAD_DIMS], ids=str)
+@pytest.mark.parametrize("head_dims", [(96, 96), (192, 192), UNEQUAL_HEAD_DIMS], ids=str)
 def test_K_in_registers_changes_no_bit(head_dims, causal, make_problem, poison):
     """Where S^T = K Q^T has K as an operand from registers, the products are the same."""
     problem = make_problem(2, 700, 900, 4, head_dims[0], causal, num_heads_kv=2, head_dim_v=head_dims[1])
