@@ -16,6 +16,17 @@ from tests.gpu.ratios import ERROR_RATIOS
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def pytest_sessionfinish(session):
+    """A process of pytest-xdist hands its error ratios to the one that prints the summary."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["error_ratios"] = ERROR_RATIOS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    ERROR_RATIOS.extend(getattr(node, "workeroutput", {}).get("error_ratios", []))
+
+
 def pytest_terminal_summary(terminalreporter):
     if ERROR_RATIOS:
         worst, checked = max(ERROR_RATIOS), len(ERROR_RATIOS)
