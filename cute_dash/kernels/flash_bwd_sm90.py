@@ -846,7 +846,8 @@ class FlashAttentionBackwardSm90:
         All have then finished the GEMMs of the step before that read its stages, which are free again.
         """
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=NamedBarrierBwd.PdS.value, number_of_threads=self.num_mma_threads)
+        # the form that is not .aligned, because a warpgroup that passes hidden keys is at another instruction
+        cute.arch.inline_ptx(f"barrier.sync {NamedBarrierBwd.PdS.value}, {self.num_mma_threads};")
 
     def get_score_place(self, context: MmaContext) -> tuple[Int32, Int32]:
         """Where this thread's part of S^T lies in the tile: `tidx` and `first_column` of `mask.apply_mask`."""
