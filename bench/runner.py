@@ -66,7 +66,7 @@ class Plan:
             "timed": "whole backward call; outputs and workspaces from torch's caching allocator on every call",
             "bits_runs": self.bits_runs,
             "burst": f"median of {self.burst.rounds} rounds, each about {self.burst.round_ms} ms of back-to-back calls "
-            "between two CUDA events; candidates alternate, the order rotates and reverses",
+            "between two CUDA events; candidates alternate, everybody follows everybody else",
             "sustained_s": self.sustained_s,
             "l2": "not flushed; where inputs fit in L2 the calls rotate among several sets of them",
         }
