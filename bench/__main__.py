@@ -176,6 +176,12 @@ def _headline(args: argparse.Namespace) -> int:
     return 0
 
 
+def _price(args: argparse.Namespace) -> int:
+    results = _load(args.price, args.regime)
+    print(report.price(results, _style(args, args.regime)))
+    return 0
+
+
 def _compare(args: argparse.Namespace) -> int:
     old, new = (_load([path], args.regime) for path in args.compare)
     text, regressions = report.compare(old, new, args.threshold, _style(args, args.regime))
@@ -202,6 +208,7 @@ def _model(args: argparse.Namespace) -> int:
 _REPORTS: dict[str, Callable[[argparse.Namespace], int]] = {
     "table": _table,
     "headline": _headline,
+    "price": _price,
     "compare": _compare,
     "paper": _paper,
     "model": _model,
@@ -316,6 +323,7 @@ def _add_how(group: Any) -> None:
 def _add_reports(group: Any) -> None:
     group.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="the summary; later files win")
     group.add_argument("--headline", type=Path, nargs="+", metavar="FILE", help="auto and the best beside the peers")
+    group.add_argument("--price", type=Path, nargs="+", metavar="FILE", help="what determinism costs each kernel")
     group.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="speed ratios, regressions marked")
     group.add_argument("--threshold", type=float, default=0.03, help="of a regression; default: %(default)s")
     group.add_argument("--paper", type=Path, nargs="+", metavar="FILE", help="the DASH paper's speed-ups beside ours")

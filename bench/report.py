@@ -7,6 +7,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 from tabulate import tabulate
 
@@ -140,6 +141,35 @@ def headline(results: Results, style: Style) -> str:
         rows.append([cell.label, *values, *ratios, style.format(best) if best else "-", _schedule_of(best)])
     unit = "TFLOPS" if style.value == "tflops" else "ms per call"
     return "\n".join([f"{style.regime}, {unit}; {describe_machine(results)}", "", style.tabulate(rows, headers)])
+
+
+def price(results: Results, style: Style) -> str:
+    """What determinism costs each kernel: how much longer its deterministic call takes than its other one.
+
+    Of ours `auto` against `unordered`. The last rows are geometric means over the cells of a mask.
+    """
+    view = View(results, style.regime)
+    names = list(dict.fromkeys(key.implementation for key in view.keys))
+    ratios = {cell: [_price(view, cell, name) for name in names] for cell in view.cells}
+    rows = [[cell.label, *map(_percent, of_cell)] for cell, of_cell in ratios.items()]
+    for mask in dict.fromkeys(cell.mask for cell in ratios):
+        columns = zip(*(of_cell for cell, of_cell in ratios.items() if cell.mask == mask), strict=True)
+        means = [geometric_mean(known) if (known := [x for x in column if x]) else None for column in columns]
+        rows.append([f"all {mask}", *map(_percent, means)])
+    headers = ["cell", *("cute-dash auto" if name == OURS else name for name in names)]
+    title = f"Time of the deterministic call against the other, {style.regime}; {describe_machine(results)}"
+    return "\n".join([title, "", style.tabulate(rows, headers)])
+
+
+def _price(view: View, cell: Cell, implementation: str) -> float | None:
+    ours = implementation == OURS
+    det = _auto_record(view, cell) if ours else view.find(cell, Key(implementation, "det", None))
+    nondet = view.find(cell, Key(implementation, "nondet", "unordered" if ours else None))
+    return det.ms_median / nondet.ms_median if det and nondet else None
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{round(100 * (ratio - 1)):+d}%"
 
 
 def _schedule_of(record: Record | None) -> str:

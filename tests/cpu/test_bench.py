@@ -1119,6 +1119,18 @@ def test_headline_puts_auto_and_the_best_beside_the_peers():
     assert without_auto == ["hd64 causal 512", "-", "-", "-", "-", "-", "-", "200", "baseline"]
 
 
+def test_price_compares_each_kernel_with_itself():
+    cells = [standard_cell(128, "causal", length) for length in (512, 8192)]
+    (auto,), _ = find_candidates(cells[0], ["auto"], [])
+    first = {UNORDERED: 400.0, auto.key: 500.0, BASELINE: 100.0, FA4_DET: 400.0, FA4_NONDET: 500.0}
+    second = {UNORDERED: 500.0, auto.key: 400.0, FA4_NONDET: 500.0}
+    results = _results(dict(zip(cells, (first, second), strict=True)))
+    header, *rows = _table_rows(report.price(results, MARKDOWN))
+    assert header == ["cell", "cute-dash auto", "flash-attn-4"]
+    assert rows[:2] == [["hd128 causal 512", "-20%", "+25%"], ["hd128 causal 8k", "+25%", "-"]]
+    assert rows[2:] == [["all causal", "+0%", "+25%"]]
+
+
 def test_summary_in_ms_of_one_regime():
     results = _results({CELL: {BASELINE: 500.0}}, regime="sustained")
     header, row = _table_rows(report.summary(results, report.Style(True, "ms", "sustained")))
@@ -1355,7 +1367,7 @@ def test_a_head_dim_that_the_kernel_does_not_have_is_refused(capsys, head_dim):
     assert f"head_dim={head_dim!r} is not supported; allowed: multiples of 8 from 32 to 256" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--table", "--headline", "--paper", "--model"])
+@pytest.mark.parametrize("option", ["--table", "--headline", "--price", "--paper", "--model"])
 def test_a_regime_without_records_is_an_error(capsys, tmp_path, option):
     _results({CELL: {BASELINE: 500.0}}).save(tmp_path / "a.json")
     assert command.main([option, str(tmp_path / "a.json"), "--regime", "sustained"]) == 1
