@@ -13,7 +13,15 @@ import pytest
 from bench import __main__ as bench
 from cute_dash import cli, registry
 from cute_dash.config import TUNED_HEAD_DIMS, get_config
-from docs import make_architecture, make_determinism, make_gallery, make_training, regions, tutorial
+from docs import (
+    make_architecture,
+    make_determinism,
+    make_gallery,
+    make_performance,
+    make_training,
+    regions,
+    tutorial,
+)
 from docs.figures import cta, memory
 from tests import fuzz
 
@@ -54,6 +62,20 @@ def test_architecture_is_up_to_date():
     assert make_architecture.render(read("architecture.md")) == read("architecture.md"), (
         "run: python -m docs.make_architecture"
     )
+
+
+@pytest.mark.parametrize("document", make_performance.TABLES, ids=lambda document: document.name)
+def test_measured_tables_are_those_of_the_recorded_runs(document):
+    assert make_performance.render(document) == document.read_text(), "run: python -m docs.make_performance"
+
+
+@pytest.mark.parametrize("document", sorted(regions.FOLDER.glob("*.md")), ids=lambda document: document.name)
+def test_every_row_of_a_table_has_as_many_cells_as_its_header(document):
+    """Split at bars outside of code."""
+    tables = re.findall(r"(?:^\|.*\n)+", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), re.MULTILINE)
+    for table in tables:
+        rows = [re.sub(r"`[^`]*`", "", row).count("|") for row in table.splitlines()]
+        assert len(rows) > 2 and set(rows) == {rows[0]}, table.splitlines()[0]
 
 
 def test_training_is_up_to_date():

@@ -43,10 +43,6 @@ def test_command_lines_are_accepted_by_the_parser(line):
         assert cli._parser().parse_args([command, *options]).command == command
 
 
-def test_table_place_for_measured_figures_is_there():
-    assert re.search(r"<!-- h200-table:begin -->\n.*<!-- h200-table:end -->", README, re.DOTALL)
-
-
 def test_files_that_are_linked_exist():
     for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
@@ -54,7 +50,7 @@ def test_files_that_are_linked_exist():
 
 def test_quoted_speed_is_that_of_the_table():
     """The range over the column that compares `auto` with the best non-deterministic peer."""
-    table = README.split("h200-table:begin -->")[1].split("<!-- h200-table:end")[0]
+    table = README.split("headline:begin -->")[1].split("<!-- headline:end")[0]
     header, _, *rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
     column = [name.strip() for name in header].index("auto / best nondet peer")
     ratios = [float(row[column]) for row in rows]
