@@ -76,11 +76,13 @@ def test_rows_differ_by_kind_buffer_role_and_place(buffers):
     assert rows[3].key.buffer == "sdQ" and rows[4].key.accesses[0].role == "STORE_DQ_EVEN"
 
 
-def test_a_remark_before_the_address_belongs_to_the_kind(buffers):
+def test_remarks_where_the_tool_may_have_them(buffers):
     record = hazard(0x400, 0, ("Write", 0, f"{MAIN}+0x2f0"), ("Read", 128, f"{MAIN}+0x5140"), kind="RAW")
     record[0] = record[0].replace("detected at", "detected (CUDA barrier operation) at")
+    record[1] = record[1].replace("Write Thread (0,0,0) at", "Bulk copy write Thread (0,0,0) (block rank 0) at")
     (row,) = read_rows(record, buffers=buffers)
     assert (row.key.kind, row.key.buffer) == ("RAW (CUDA barrier operation)", "ring_Q")
+    assert row.key.accesses[0] == ("bulk copy write", "LOAD", "main+0x2f0")
 
 
 def test_instructions_of_one_source_line_are_one_row(buffers):
