@@ -371,7 +371,7 @@ def run(selection: verify.Selection, minutes: float, progress: Callable[[str], N
         ValueError: an option that the op refuses.
     """
     start = time.monotonic()
-    report = Report(_describe_environment())
+    report = Report(describe_environment())
     with Watchdog() as watchdog:
 
         def say(text: str) -> None:
@@ -422,7 +422,7 @@ def _with_sign_of_life(
     return {name: (watch(name, condition), num_runs) for name, (condition, num_runs) in conditions.items()}
 
 
-def _describe_environment() -> dict[str, str]:
+def describe_environment() -> dict[str, str]:
     """What the bits depend on and where they were computed."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {

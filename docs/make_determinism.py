@@ -1,7 +1,7 @@
 """Rewrites what is generated of determinism.md: `python -m docs.make_determinism` from the root of a checkout.
 
-Fills in what recorded runs found, from the JSON that `cute-dash verify-bits --json` and `python -m tests.fuzz --json`
-write into the folder `docs/results`; no GPU.
+Fills in what recorded runs found, from the JSON that `cute-dash verify-bits`, `python -m tests.fuzz` and
+`python -m tests.sanitize` write into the folder `docs/results` with `--json`; no GPU.
 """
 
 import json
@@ -18,7 +18,8 @@ NONE = """No run is recorded in the repository yet. On a Hopper GPU,
 
     mkdir -p docs/results
     cute-dash verify-bits all --minutes 10 --json > docs/results/verify_bits.json
-    python -m tests.fuzz --cases 2000 --json docs/results/fuzz.json
+    python -m tests.fuzz --cases 2000 --jobs 12 --json docs/results/fuzz.json
+    python -m tests.sanitize --json docs/results/sanitize.json
     python -m docs.make_determinism
 
 put one here."""
@@ -41,6 +42,8 @@ def describe_results(results: Path) -> str:
         parts.append(_describe_proof(json.loads(file.read_text())))
     if (file := results / "fuzz.json").exists():
         parts.append(_describe_fuzz(json.loads(file.read_text())))
+    if (file := results / "sanitize.json").exists():
+        parts.append(_describe_sanitizer(json.loads(file.read_text())))
     return "\n\n".join(parts) or NONE
 
 
@@ -53,24 +56,68 @@ def _describe_proof(report: dict[str, Any]) -> str:
         totals.append([name, len(outcomes), *counts])
     controls = [control["outcome"] for control in report["controls"]]
     differed = [outcome["runs"] for outcome in controls if outcome["first"]]
-    environment = ", ".join(f"{key} {value}" for key, value in report["environment"].items())
     table = tabulate(
         totals, ["condition", "configurations", "runs", "with equal bits", "seen in force"], tablefmt="pipe", intfmt=","
     )
     return (
-        f"`cute-dash verify-bits`, {len(report['rows'])} configurations, {report['seconds']:.0f} s; {environment}:\n\n"
+        f"`cute-dash verify-bits`, {len(report['rows'])} configurations, {report['seconds']:.0f} s; "
+        f"{_describe_environment(report)}:\n\n"
         f"{table}\n\nThe control `unordered` changed its bits in {len(differed)} of {len(controls)} configurations"
         + (f", after {min(differed)} to {max(differed)} runs." if differed else ".")
     )
 
 
 def _describe_fuzz(summary: dict[str, Any]) -> str:
-    cases = summary["passed"] + len(summary["failures"])
+    failed, left, jobs = len(summary["failures"]), summary["left"], summary["jobs"]
     return (
-        f"`python -m tests.fuzz` on {summary['device']}, seed {summary['seed']}: {cases:,} cases, "
-        f"{len(summary['failures'])} failed; {summary['comparisons']:,} comparisons of bits; the worst error was "
+        f"`python -m tests.fuzz` on {summary['device']}, seed {summary['seed']}: "
+        f"{summary['passed'] + failed + left:,} cases in {jobs} process{'es' * (jobs != 1)}, {failed} failed, {left} "
+        f"without a result; {summary['comparisons']:,} comparisons of bits; the worst error was "
         f"{summary['worst_ratio']:.2f} times the comparator's, of 2 allowed."
     )
+
+
+def _describe_sanitizer(report: dict[str, Any]) -> str:
+    """A row per tool, and below the table what was found, each kind of finding once."""
+    columns = ["tool", "problems", "clean", "not finished", "explained findings", "others", "a fault made for it"]
+    table = tabulate([_sum_up_run(run) for run in report["runs"]], columns, tablefmt="pipe", intfmt=",")
+    findings: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
+    for run in report["runs"]:
+        for task, row in _list_findings(run):
+            roles = (access["role"] for access in row["accesses"])
+            findings.setdefault((run["tool"], row["kind"], row["buffer"], *roles), []).append((task, row))
+    listed = "\n".join(f"- {_describe_finding(key, found)}" for key, found in findings.items())
+    return f"`python -m tests.sanitize`, {_describe_environment(report)}:\n\n{table}\n\n{listed}".rstrip()
+
+
+def _sum_up_run(run: dict[str, Any]) -> list[Any]:
+    clean = sum(result["result"] == "clean" for result in run["results"])
+    unfinished = sum(bool(result["failure"]) for result in run["results"])
+    explained, others = (
+        sum(row["count"] for _, row in _list_findings(run) if bool(row["explanation"]) == known)
+        for known in (True, False)
+    )
+    control = "none" if run["control"] is None else "seen" if run["control"]["seen"] else "not seen"
+    return [run["tool"], len(run["results"]), clean, unfinished, explained, others, control]
+
+
+def _list_findings(run: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """With the problem of each."""
+    return [(result["task"], row) for result in run["results"] for row in result["rows"]]
+
+
+def _describe_finding(key: tuple[str, ...], found: list[tuple[str, dict[str, Any]]]) -> str:
+    tool, kind, buffer, *roles = key
+    problems = len({task for task, _ in found})
+    return (
+        f"{tool}, {sum(row['count'] for _, row in found):,} in {problems} problem{'s' * (problems != 1)}: {kind}"
+        f"{f' on `{buffer}`' if buffer else ''}{', ' * bool(roles)}{', then '.join(roles)}: "
+        f"{found[0][1]['explanation'] or '**not explained**'}"
+    )
+
+
+def _describe_environment(report: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in report["environment"].items())
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ in, a learnable sink and the strides of every tensor from its seed and number, a
 - batch-invariant schedules: equal bits of a sequence alone;
 - sequences of different lengths: each of them against fp64, equal bits alone, zeros elsewhere.
 
-On a Hopper GPU it takes kernels from a fixed list, KEYS, and compiles them first, in several processes at once;
-elsewhere it runs the emulator on small problems. Exit status: 0 all passed, 1 some failed, each named with what replays
-it.
+On a Hopper GPU it takes kernels from a fixed list, `list_keys`, and compiles them first, in several processes at once;
+elsewhere it runs the emulator on small problems. With `--jobs N` as many processes share the cases out. Exit status: 0
+all passed, 1 some failed, each named with what replays it, or have no result, because their process died or got stuck.
 """
 
 import argparse
@@ -25,10 +25,11 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ from cute_dash.testing import (
 )
 from cute_dash.verify import GRADIENTS, find_difference
 from cute_dash.verify_gpu import Watchdog, fill_free_memory, list_allocations
+from tests.processes import Ended, Program, run_all
 from tests.sink_gradient import check_sink_gradient
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +59,7 @@ BUDGET = 2.0  # times the error of fp64 with the unavoidable roundings
 FILLS = (0xFF, 0x7F)  # NaN; 3.4e38
 EDGES = (1, 2, 3, 63, 64, 65, 79, 80, 81, 127, 128, 129, 159, 160, 161, 255, 256, 257, 383, 384, 385, 640, 1024)
 STUCK_S = 180.0
+PROGRESS = "progress "  # begins a line of a process that runs a part of the cases; others are not for its parent
 
 
 class Key(NamedTuple):
@@ -438,13 +441,46 @@ def finish_inputs(case: Case, x: Inputs) -> Inputs:
 
 @dataclass
 class Tally:
-    """What all cases came to."""
+    """What all cases came to.
+
+    Attributes:
+        comparisons: of bits.
+        worst_ratio: the greatest error, in those of the comparator; of `worst_case`.
+        failures: one per case that failed.
+        left: cases without a result; `lost` says which they are, and why.
+    """
 
     passed: int = 0
-    comparisons: int = 0  # of bits
+    comparisons: int = 0
     worst_ratio: float = 0.0
     worst_case: str = ""
     failures: list[str] = field(default_factory=list)
+    left: int = 0
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def num_cases(self) -> int:
+        return self.passed + len(self.failures) + self.left
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures and not self.lost
+
+    def add(self, other: "Tally") -> None:
+        """The cases of another tally."""
+        self.passed += other.passed
+        self.comparisons += other.comparisons
+        self.left += other.left
+        self.failures += other.failures
+        self.lost += other.lost
+        if other.worst_ratio > self.worst_ratio:
+            self.worst_ratio, self.worst_case = other.worst_ratio, other.worst_case
+
+    def lose(self, seed: int, numbers: Sequence[int], reason: str) -> None:
+        """These cases have no result."""
+        self.left += len(numbers)
+        named = f"cases {', '.join(map(str, numbers))} of --seed {seed}" if numbers else "no case"
+        self.lost.append(f"{reason}, with {named} left")
 
     def note_ratio(self, ratio: float, case: Case, name: str) -> None:
         if ratio > self.worst_ratio:
@@ -775,16 +811,24 @@ def warm_part(keys: list[Key]) -> None:
 # The command
 
 
-def fuzz(seed: int, numbers: Iterable[int], device: str, say=lambda text: None) -> Tally:
-    """Runs the cases; failures are in the tally."""
+def fuzz(
+    seed: int,
+    numbers: Sequence[int],
+    device: str,
+    say: Callable[[str], None] = lambda text: None,
+    note: Callable[[int, Tally], None] = lambda num_done, tally: None,
+) -> Tally:
+    """Runs the cases; failures are in the tally.
+
+    Args:
+        note: told after every case how many of `numbers` are done, and what they came to.
+    """
     tally, keys = Tally(), list_keys()
     limits = GPU_LIMITS if device == "cuda" else CPU_LIMITS
     with Watchdog(STUCK_S) as watchdog:
-        for number in numbers:
+        for num_done, number in enumerate(numbers, start=1):
             case = draw_case(seed, number, keys, limits)
             watchdog.alive(f"{case.replay()} ({case.describe()})")
-            if number % 200 == 199:
-                say(f"{number + 1} cases, {len(tally.failures)} failed")
             try:
                 run_case(case, device, limits, tally)
                 tally.passed += 1
@@ -792,7 +836,56 @@ def fuzz(seed: int, numbers: Iterable[int], device: str, say=lambda text: None) 
                 tally.failures.append(f"{case.replay()}: {describe_error(error)}; {case.describe()}")
                 say(f"FAILED {tally.failures[-1]}")
                 if "CUDA error" in str(error):  # which every later call would report again
+                    tally.lose(seed, numbers[num_done:], f"the process of case {number} broke off after a CUDA error")
+                    note(len(numbers), tally)
                     break
+            note(num_done, tally)
+            if num_done % 200 == 0:
+                say(f"{num_done} cases, {len(tally.failures)} failed")
+    return tally
+
+
+def fuzz_part(seed: int, numbers: Sequence[int], device: str) -> None:
+    """`fuzz` in a process of several, which says on stdout after each case what all came to so far."""
+
+    def say(text: str) -> None:
+        print(f"process {numbers[0]}: {text}", file=sys.stderr, flush=True)
+
+    def note(num_done: int, tally: Tally) -> None:
+        print(PROGRESS + json.dumps([num_done, asdict(tally)]), flush=True)
+
+    fuzz(seed, numbers, device, say, note)
+
+
+def fuzz_in_processes(seed: int, numbers: Sequence[int], jobs: int, arguments: Sequence[str]) -> Tally:
+    """`fuzz` in `jobs` processes: case i in process i % jobs.
+
+    Args:
+        arguments: the command line of a process but for its part, "--part", "3/12".
+    """
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # the processes are the threads
+    with tempfile.TemporaryDirectory() as folder:
+        programs = [
+            Program([*arguments, "--part", f"{part}/{jobs}"], Path(folder) / str(part), environment=environment)
+            for part in range(min(jobs, len(numbers)))
+        ]
+        ended = run_all(programs, jobs, 2 * STUCK_S)  # the process's own watchdog ends it before, if it can
+        tally = Tally()
+        for part, (program, end) in enumerate(zip(programs, ended, strict=True)):
+            tally.add(read_part(seed, numbers[part::jobs], program.output.read_text(), end))
+    return tally
+
+
+def read_part(seed: int, numbers: Sequence[int], text: str, ended: Ended) -> Tally:
+    """What the cases of a process came to, those without a result included."""
+    *lines, _ = text.split("\n")  # behind the last newline is what it was about to say when it was killed
+    said = [line.removeprefix(PROGRESS) for line in lines if line.startswith(PROGRESS)]
+    num_done, fields = json.loads(said[-1]) if said else (0, {})
+    tally = Tally(**fields)
+    if num_done < len(numbers) or ended.status:
+        how = "got stuck" if ended.status is None else f"ended with status {ended.status}"
+        during = f" in case {numbers[num_done]}" if num_done < len(numbers) else ""
+        tally.lose(seed, numbers[num_done:], f"a process {how}{during}")
     return tally
 
 
@@ -803,47 +896,74 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
 
 
-def summarize(seed: int, tally: Tally, device: str, seconds: float) -> str:
+def summarize(seed: int, tally: Tally, device: str, seconds: float, jobs: int = 1) -> str:
     return (
-        f"fuzz on {device}: seed {seed}, {tally.passed + len(tally.failures)} cases, {tally.passed} passed, "
-        f"{len(tally.failures)} failed; {tally.comparisons} comparisons of bits; worst error {tally.worst_ratio:.2f} "
+        f"fuzz on {device}: seed {seed}, {tally.num_cases} cases, {tally.passed} passed, {len(tally.failures)} failed, "
+        f"{tally.left} without a result; {tally.comparisons} comparisons of bits; worst error {tally.worst_ratio:.2f} "
         f"times the comparator's, {BUDGET:g} or half an ulp allowed ({tally.worst_case or 'none'}); {seconds:.0f} s"
+        f"{f' in {jobs} processes' if jobs > 1 else ''}"
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random problems of the op, replayable.")
     parser.add_argument("--cases", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--only", type=int, metavar="CASE", help="this case alone, described")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda on a Hopper GPU, else cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases out; default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="also write the summary there")
     parser.add_argument("--warm", help=argparse.SUPPRESS)  # PART/PARTS: compile a part of the kernels
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # PART/PARTS: run a part of the cases, see `fuzz_part`
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: at least 1")
+    args.jobs = 1 if args.only is not None else args.jobs
+    args.device = args.device or ("cpu" if why_no_hopper() else "cuda")
+    if args.device == "cuda" and not args.warm and (reason := why_no_hopper()):
+        parser.error(f"--device cuda: {reason}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
     if args.warm:
         part, parts = map(int, args.warm.split("/"))
         warm_part(list_keys()[part::parts])
         return 0
-    device = args.device or ("cpu" if why_no_hopper() else "cuda")
-    if device == "cuda" and (reason := why_no_hopper()):
-        parser.error(f"--device cuda: {reason}")
-    keys = list_keys()
+    if args.part:
+        part, parts = map(int, args.part.split("/"))
+        fuzz_part(args.seed, range(args.cases)[part::parts], args.device)
+        return 0
     start = time.monotonic()
-    if args.only is not None:
-        print(draw_case(args.seed, args.only, keys, GPU_LIMITS if device == "cuda" else CPU_LIMITS).describe())
-        numbers = range(args.only, args.only + 1)
-    else:
-        numbers = range(args.cases)
-        if device == "cuda":
-            warm(min(os.cpu_count() or 1, 8))
-    tally = fuzz(args.seed, numbers, device, lambda text: print(text, file=sys.stderr, flush=True))
+    tally = run(args)
     seconds = time.monotonic() - start
-    print(summarize(args.seed, tally, device, seconds))
-    for failure in tally.failures:
+    print(summarize(args.seed, tally, args.device, seconds, args.jobs))
+    for failure in [*tally.failures, *tally.lost]:
         print(f"FAILED {failure}")
     if args.json:
-        Path(args.json).write_text(json.dumps({"seed": args.seed, "device": device, "seconds": seconds, **vars(tally)}))
-    return 1 if tally.failures else 0
+        summary = {"seed": args.seed, "device": args.device, "jobs": args.jobs, "seconds": seconds, **asdict(tally)}
+        Path(args.json).write_text(json.dumps(summary))
+    return 0 if tally.ok else 1
+
+
+def run(args: argparse.Namespace) -> Tally:
+    """The cases that are asked for."""
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    if args.only is not None:
+        limits = GPU_LIMITS if args.device == "cuda" else CPU_LIMITS
+        print(draw_case(args.seed, args.only, list_keys(), limits).describe())
+        return fuzz(args.seed, [args.only], args.device, say)
+    if args.device == "cuda":
+        warm(min(os.cpu_count() or 1, 8))
+    numbers = range(args.cases)
+    if args.jobs == 1:
+        return fuzz(args.seed, numbers, args.device, say)
+    arguments = [sys.executable, "-m", "tests.fuzz", "--seed", str(args.seed), "--cases", str(args.cases)]
+    return fuzz_in_processes(args.seed, numbers, args.jobs, [*arguments, "--device", args.device])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """compute-sanitizer on the backward kernels: `python -m tests.sanitize`, or `make sanitize`.
 
-Runs a small matrix of tiny problems under memcheck, racecheck and synccheck and prints what each found, per problem.
-Needs a Hopper GPU and compute-sanitizer (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api for CUDA 13,
-...-api-cu12 for CUDA 12). Exit status: 0 nothing found, 1 something found, or a tool did not see the fault that it must
-see, 2 not available here.
+Runs a small matrix of tiny problems under memcheck, racecheck and synccheck, each problem in a process of its own, and
+prints what each found, per problem: which warps did what to which buffer, at which line. Needs a Hopper GPU and
+compute-sanitizer (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api for CUDA 13, ...-api-cu12 for CUDA 12). Exit
+status: 0 every problem was seen to its end and all that was found is explained, 1 it was not, or a tool did not see the
+fault that it must see, 2 not available here.
+
+A finding that has been understood and does no harm is explained in `EXPLANATIONS`, by what it is, not by where it was
+seen. A problem that did not come to its end is never clean, whatever was found until then: synccheck and memcheck end
+the process with the first launch that they find something in, so that what they find must be mended, not explained.
 
 What a finding would mean in a kernel of TMA copies, mbarriers and named barriers:
 
@@ -30,54 +35,151 @@ synccheck   Barriers used wrongly: an mbarrier that is waited for without having
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
 
-from cute_dash.registry import UnsupportedShapeError
+from cute_dash.compile import cache_dir
+from cute_dash.config import get_config
 from cute_dash.testing import why_no_hopper
 from cute_dash.verify import Configuration, Extents
+from cute_dash.verify_gpu import describe_environment
+from tests.processes import Ended, Program, run_all
+from tests.sanitizer_output import UNPARSED, Buffer, Output, Row, announce, list_buffers, read_output
 
-ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PACKAGES = ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu13", "nvidia-cuda-sanitizer-api-cu12")
 KERNELS = "kns=flash_bwd"  # all that have this in their names; not those of torch
-TIMEOUT_S = 420  # per tool; an uninstrumented run takes seconds
+OPTIONS = {
+    "racecheck": ("--racecheck-report", "all"),
+    # torch asks the driver for what may not be there; a launch that fails raises in the process
+    "memcheck": ("--report-api-errors", "no"),
+}
+SILENCE_S = 120  # a problem takes seconds under a tool
+FIRST_PORT, NUM_PORTS = 49152, 10  # the tool's defaults; processes side by side get ports of their own
 OK, FOUND, UNAVAILABLE = 0, 1, 2
-CONTROLS = {"memcheck": True, "racecheck": False}  # tool -> the fault that it must see, see `sanitizer_control`
+CONTROLS = {"memcheck": "past the end", "racecheck": "race"}  # tool -> the fault that it must see
+DONE = "done"
 
-_FINDING = re.compile(
-    r"^========= (?:Error: |Warning: )?(Invalid |Race reported|Barrier error|.*hazard detected|Misaligned)"
-)
-_PROBLEM = re.compile(r"^== (.+)$")
+
+class Finding(NamedTuple):
+    """What an explanation is about; the fields are those of `sanitizer_output.Key`, the roles in order of time."""
+
+    tool: str
+    kind: str
+    buffer: str
+    roles: tuple[str, ...]
+
+
+# each with the reason why it does no harm, which a reviewer has held against the code
+EXPLANATIONS: dict[Finding, str] = {}
+
+
+class Task(NamedTuple):
+    """What runs in a process under a tool: a problem, or a control.
+
+    Attributes:
+        name: which it announces when all before the backward is done.
+        arguments: the command line.
+        buffers: of its main kernel.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    buffers: list[Buffer]
 
 
 @dataclass
 class Result:
-    """What one tool said.
-
-    Attributes:
-        findings: per problem, the first lines of its findings.
-        failure: why it said nothing, if it did not finish.
-    """
+    """What a tool said of a task. `failure` is why there may be more than `rows`; "": there is not."""
 
     tool: str
-    findings: dict[str, list[str]] = field(default_factory=dict)
+    task: str
+    rows: list[Row] = field(default_factory=list)
     failure: str = ""
+
+    def explain(self, row: Row) -> str | None:
+        return EXPLANATIONS.get(Finding(self.tool, row.key.kind, row.key.buffer, row.key.roles))
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure and all(self.explain(row) for row in self.rows)
+
+    @property
+    def cell(self) -> str:
+        counts = {"found": 0, "explained": 0}
+        for row in self.rows:
+            counts["explained" if self.explain(row) else "found"] += row.count
+        text = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        if self.failure:
+            return f"at least {text}" if text else "not finished"
+        return text or "clean"
+
+    def describe(self) -> list[str]:
+        """Everything but the clean cell, in lines."""
+        lines = []
+        for row in self.rows:
+            lines.append(row.describe())
+            if reason := self.explain(row):
+                lines.append(f"  explained: {reason}")
+            if row.key.kind.startswith(UNPARSED):
+                lines += [f"  | {line}" for line in row.lines]
+        lines += [f"not finished: {self.failure}"] * bool(self.failure)
+        return [f"{self.tool}, {self.task}:", *(f"  {line}" for line in lines)] if lines else []
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [{**row.as_dict(), "explanation": self.explain(row)} for row in self.rows]
+        return {"task": self.task, "result": self.cell, "failure": self.failure, "rows": rows}
+
+
+@dataclass
+class Run:
+    """A tool over all problems. `control` is what it said of the fault made for it, if there is one."""
+
+    tool: str
+    results: list[Result]
+    control: Result | None = None
     seconds: float = 0.0
 
     @property
-    def clean(self) -> bool:
-        return not self.failure and not any(self.findings.values())
+    def blind(self) -> bool:
+        """Whether the control proves that nothing found means nothing: none of its rows is of a known form."""
+        return self.control is not None and all(row.key.kind.startswith(UNPARSED) for row in self.control.rows)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.results) and all(result.passed for result in self.results) and not self.blind
+
+    def describe_control(self) -> list[str]:
+        if self.control is None:
+            return []
+        if self.blind:
+            return [f"control: {self.tool} does not see a fault made for it", *self.control.describe()]
+        return [f"control: {self.tool} sees a fault made for it: {self.control.rows[0].describe()}"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "tool": self.tool,
+            "passed": self.passed,
+            "seconds": round(self.seconds, 1),
+            "results": [result.as_dict() for result in self.results],
+            "control": self.control and {**self.control.as_dict(), "seen": not self.blind},
+        }
 
 
 def list_problems() -> list[Configuration]:
@@ -107,6 +209,160 @@ def list_problems() -> list[Configuration]:
     ]
 
 
+def list_tasks() -> list[Task]:
+    """The problems as processes."""
+    tasks = []
+    for number, problem in enumerate(list_problems()):
+        config = get_config(problem.head_dim, problem.mask == "causal", problem.mask == "local", problem.head_dim_v)
+        arguments = _run_inside("problem", "--number", str(number))
+        tasks.append(Task(problem.describe(), arguments, list_buffers(config, problem.dtype)))
+    return tasks
+
+
+def _run_inside(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "tests.sanitize", "--inside", *arguments)
+
+
+# Inside: what runs under the tool
+
+
+def run_problem(number: int) -> None:
+    """One problem, with marks before and after it."""
+    configuration = list_problems()[number]
+    problem = configuration.make_problem("cuda")
+    torch.cuda.synchronize()
+    announce(configuration.describe())
+    problem.backward()
+    torch.cuda.synchronize()
+    announce(DONE)
+
+
+def run_control(past_the_end: bool) -> None:
+    """A kernel with a fault, which may take the context with it."""
+    from tests.gpu.sanitizer_control import NUM_ELEMENTS, compile_faulty
+
+    announce("control")
+    compile_faulty(past_the_end)(torch.zeros(NUM_ELEMENTS, device="cuda"))
+    torch.cuda.synchronize()
+    announce(DONE)
+
+
+# Outside
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How tasks are run.
+
+    Attributes:
+        folder: where the output of each process goes.
+        jobs: processes at a time.
+        limit: how many findings the tool may print for a task; 0: all.
+        environment: of the processes, beside this one's.
+    """
+
+    sanitizer: Path
+    folder: Path
+    jobs: int
+    limit: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def make_environment(cache: Path) -> dict[str, str]:
+    """For allocations with bounds, and for kernels with line numbers, which are the same code but kept apart."""
+    return {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONUNBUFFERED": "1",
+        "CUTE_DSL_LINEINFO": "1",
+        "CUTE_DASH_CACHE": "1",
+        "CUTE_DASH_CACHE_DIR": str(cache / "line_info"),
+    }
+
+
+def compile_all(setting: Setting, tasks: Sequence[Task]) -> dict[str, str]:
+    """Runs the tasks without a tool, so that nothing is compiled under one; what failed and why."""
+    ended = _run(setting, "compile", [(task, task.arguments) for task in tasks])
+    results = (_read_result(setting, "compile", task, end) for task, end in zip(tasks, ended, strict=True))
+    return {result.task: result.failure for result in results if result.failure}
+
+
+def run_tool(setting: Setting, tool: str, tasks: Sequence[Task], broken: Mapping[str, str]) -> Run:
+    """Each task and the control under a tool; `broken`: tasks that fail without one, and why."""
+    begin = time.monotonic()
+    control = [Task("control", _run_inside(CONTROLS[tool]), [])] if tool in CONTROLS else []
+    running = [task for task in [*tasks, *control] if task.name not in broken]
+    commands = [(task, _make_command(setting, tool, task, i)) for i, task in enumerate(running)]
+    ended = _run(setting, tool, commands)
+    results = {task.name: _read_result(setting, tool, task, end) for task, end in zip(running, ended, strict=True)}
+    for name, reason in broken.items():
+        results[name] = Result(tool, name, failure=f"it fails without the tool: {reason}")
+    return Run(tool, [results[task.name] for task in tasks], results.get("control"), time.monotonic() - begin)
+
+
+def _make_command(setting: Setting, tool: str, task: Task, number: int) -> tuple[str, ...]:
+    options = ["--tool", tool, "--kernel-name", KERNELS, "--print-limit", str(setting.limit)]
+    options += ["--show-backtrace", "device", "--port", str(FIRST_PORT + number * NUM_PORTS), *OPTIONS.get(tool, ())]
+    return (str(setting.sanitizer), *options, *task.arguments)
+
+
+def _run(setting: Setting, tool: str, commands: Sequence[tuple[Task, tuple[str, ...]]]) -> list[Ended]:
+    programs = [Program(command, *_get_files(setting, tool, task), setting.environment) for task, command in commands]
+    return run_all(programs, setting.jobs, SILENCE_S)
+
+
+def _get_files(setting: Setting, tool: str, task: Task) -> tuple[Path, Path]:
+    """Of a process's output and errors, with the task in their names."""
+    stem = setting.folder / f"{tool}-{re.sub(r'[^0-9A-Za-z]+', '_', task.name)}"
+    return stem.with_suffix(".txt"), stem.with_suffix(".err")
+
+
+def _read_result(setting: Setting, tool: str, task: Task, ended: Ended) -> Result:
+    text, errors = _get_files(setting, tool, task)
+    with text.open(errors="replace") as lines:
+        output = read_output(lines, task.buffers)
+    failure = find_failure(output, ended, task.name, is_under_tool=tool != "compile")
+    if failure:
+        last_words = errors.read_text(errors="replace").strip()[-500:]
+        failure = "; ".join(filter(None, [failure, *output.of_process, last_words and f"its last words: {last_words}"]))
+    return Result(tool, task.name, output.rows, failure)
+
+
+def find_failure(output: Output, ended: Ended, name: str, is_under_tool: bool = True) -> str:
+    """Why there may be more findings than were read; "": there are none."""
+    if ended.status is None:
+        return f"it said nothing for {SILENCE_S} s"
+    if output.marks != [name, DONE]:
+        place = "the backward was launched" if output.marks else "there was a backward to launch"
+        return f"it ended with status {ended.status} {'after' if output.marks else 'before'} {place}"
+    if ended.status:
+        return f"it ended with status {ended.status}"
+    if is_under_tool and output.num_reported is None:
+        return "the tool did not come to its summary"
+    if output.cut:
+        return f"the tool did not print all: {output.cut}"
+    if (output.num_reported or 0) > output.num_records:
+        return f"the tool says that it printed {output.num_reported} findings, {output.num_records} were read"
+    return ""
+
+
+def report(runs: Sequence[Run]) -> str:
+    """The table with the findings below it."""
+    cells: dict[str, dict[str, str]] = {}
+    for run in runs:
+        for result in run.results:
+            cells.setdefault(result.task, {"problem": result.task})[run.tool] = result.cell
+    lines = [tabulate(list(cells.values()), headers="keys", disable_numparse=True)]
+    for run in runs:
+        lines += [line for result in run.results for line in result.describe()]
+    lines += [line for run in runs for line in run.describe_control()]
+    return "\n".join([*lines, ", ".join(f"{run.tool} {run.seconds:.0f} s" for run in runs)])
+
+
+def as_dict(runs: Sequence[Run], environment: Mapping[str, str]) -> dict[str, Any]:
+    """For JSON."""
+    return {"environment": dict(environment), "runs": [run.as_dict() for run in runs]}
+
+
 def find_sanitizer() -> Path | None:
     """compute-sanitizer: of the path, the toolkit, or a pip package."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
@@ -120,97 +376,11 @@ def find_sanitizer() -> Path | None:
     return next((Path(path) for path in candidates if path and Path(path).is_file()), None)
 
 
-# Inside: what runs under the tool
-
-
-def run_problems() -> None:
-    """Each problem once, announced, so that what the tool prints can be told apart."""
-    for configuration in list_problems():
-        try:
-            problem = configuration.make_problem("cuda")
-        except UnsupportedShapeError:
-            continue
-        torch.cuda.synchronize()
-        print(f"== {configuration.describe()}", flush=True)
-        problem.backward()
-        torch.cuda.synchronize()
-
-
-def run_control(past_the_end: bool) -> None:
-    """A kernel with a fault; last in its process, whose context may not survive it."""
-    from tests.gpu.sanitizer_control import NUM_ELEMENTS, compile_faulty
-
-    print("== control", flush=True)
-    compile_faulty(past_the_end)(torch.zeros(NUM_ELEMENTS, device="cuda"))
-    torch.cuda.synchronize()
-
-
-# Outside
-
-
-def run_tool(sanitizer: Path, tool: str, *inside: str) -> Result:
-    """This module with `inside` as its arguments, under a tool."""
-    command = [str(sanitizer), "--tool", tool, "--kernel-regex", KERNELS, "--print-limit", "200"]
-    command += ["--racecheck-report", "all"] * (tool == "racecheck")
-    command += [sys.executable, "-m", "tests.sanitize", *inside]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
-    result = Result(tool)
-    begin = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-        result.findings = read_findings(done.stdout)
-        if not result.findings or (done.returncode and result.clean):
-            result.failure = f"status {done.returncode}: {(done.stderr or done.stdout).strip()[-500:]}"
-    except subprocess.TimeoutExpired:
-        result.failure = f"not finished after {TIMEOUT_S} s"
-    result.seconds = time.monotonic() - begin
-    return result
-
-
-def read_findings(output: str) -> dict[str, list[str]]:
-    """Per problem that was announced, the first line of each finding."""
-    findings: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for line in output.splitlines():
-        if announced := _PROBLEM.match(line):
-            current = findings.setdefault(announced[1], [])
-        elif current is not None and _FINDING.match(line):
-            current.append(line.removeprefix("=========").strip())
-    return findings
-
-
-def report(results: list[Result], controls: list[Result]) -> tuple[str, int]:
-    """The table with the findings below it, and the exit status."""
-    problems = list(dict.fromkeys(name for result in results for name in result.findings))
-    rows = [
-        {"problem": name, **{result.tool: _cell(result, name) for result in results}}
-        for name in [*problems, *([] if problems else ["none"])]
-    ]
-    lines = [tabulate(rows, headers="keys")]
-    for result in results:
-        if result.failure:
-            lines.append(f"{result.tool} did not finish: {result.failure}")
-        for name, found in result.findings.items():
-            lines += [f"{result.tool}, {name}: {text}" for text in found[:5]]
-            lines += [f"{result.tool}, {name}: and {len(found) - 5} more"] * (len(found) > 5)
-    blind = [control for control in controls if not any(control.findings.values())]
-    for control in controls:
-        seen = "does not see" if control in blind else "sees"
-        lines.append(
-            f"control: {control.tool} {seen} a fault made for it"
-            + (f" ({control.failure})" if control in blind else "")
-        )
-    lines.append(", ".join(f"{result.tool} {result.seconds:.0f} s" for result in results))
-    clean = all(result.clean for result in results) and not blind
-    return "\n".join(lines), OK if clean else FOUND
-
-
-def _cell(result: Result, name: str) -> str:
-    if name not in result.findings:
-        return "-"
-    return f"{len(result.findings[name])} found" if result.findings[name] else "clean"
+def get_version(sanitizer: Path) -> str:
+    """As the tool states it; which hazards are false differs between its versions."""
+    done = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"^Version (\S+)", done.stdout, re.MULTILINE)
+    return found[1] if found else "unknown"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -218,12 +388,19 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tests.sanitize", description="compute-sanitizer on the backward kernels; see the module's text."
     )
     parser.add_argument("--tool", nargs="+", choices=TOOLS, default=TOOLS, help="default: all")
-    parser.add_argument("--inside", choices=("compile", "problems", "past the end", "race"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="processes at a time; default here: %(default)s"
+    )
+    parser.add_argument("--limit", type=int, default=0, help="findings printed per problem; default: 0, all")
+    parser.add_argument("--json", metavar="FILE", help="also write the whole result there")
+    parser.add_argument("--raw", metavar="FOLDER", help="keep there what every process printed")
+    parser.add_argument("--inside", choices=("problem", *CONTROLS.values()), help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)  # of the problem
     args = parser.parse_args(argv)
-    if args.inside in ("compile", "problems"):
-        run_problems()
+    if args.inside == "problem":
+        run_problem(args.number)
     elif args.inside:
-        run_control(args.inside == "past the end")
+        run_control(args.inside == CONTROLS["memcheck"])
     if args.inside:
         return OK
     if reason := why_no_hopper():
@@ -233,17 +410,23 @@ def main(argv: list[str] | None = None) -> int:
     if sanitizer is None:
         print(f"nothing was run: no compute-sanitizer; it is in the CUDA toolkit and in {PACKAGES[0]}", file=sys.stderr)
         return UNAVAILABLE
-    # without a tool first, so that nothing is compiled under one
-    subprocess.run([sys.executable, "-m", "tests.sanitize", "--inside", "compile"], cwd=ROOT, check=True)
-    results = [run_tool(sanitizer, tool, "--inside", "problems") for tool in args.tool]
-    controls = [
-        run_tool(sanitizer, tool, "--inside", "past the end" if CONTROLS[tool] else "race")
-        for tool in args.tool
-        if tool in CONTROLS
-    ]
-    text, status = report(results, controls)
-    print(text)
-    return status
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(args.raw or scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = make_environment(cache_dir() or Path(scratch))
+        runs = run_tools(Setting(sanitizer, folder.resolve(), args.jobs, args.limit, environment), args.tool)
+    print(report(runs))
+    if args.json:
+        versions = {**describe_environment(), "compute-sanitizer": get_version(sanitizer)}
+        Path(args.json).write_text(json.dumps(as_dict(runs, versions), indent=1) + "\n")
+    return OK if all(run.passed for run in runs) else FOUND
+
+
+def run_tools(setting: Setting, tools: Sequence[str]) -> list[Run]:
+    """All problems under each tool."""
+    tasks = list_tasks()
+    broken = compile_all(setting, tasks)
+    return [run_tool(setting, tool, tasks, broken) for tool in tools]
 
 
 if __name__ == "__main__":

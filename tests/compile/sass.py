@@ -23,6 +23,8 @@ ROLES = {"flash_bwd_pre": "pre", "flash_bwd_sm90": "main", "flash_bwd_post": "po
 _SECTION = re.compile(r"^\t\.section\t\.text\.(\S+?),", re.MULTILINE)
 # "        /*37c0*/              @!P0 HGMMA.64x128x16.F32.BF16 R88, gdesc[UR16], RZ, !UPT ;"
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+# opcode, constant part of the address: "SYNCS.EXCH.64 URZ, [UR14+0x10], UR6 ;", "LDS R4, [R2+0xa0] ;"
+_SHARED_ACCESS = re.compile(r"\s(SYNCS\.EXCH|STS|LDS)[\w.]* [^;\[]*\[[^;\]]*?(?:\+(0x[0-9a-f]+))?\]")
 # attribute, kernel, value
 _ATTRIBUTE = re.compile(r"EIATTR_(REGCOUNT|FRAME_SIZE)\n(?:.*\n){1,8}?.*index@\((\S+)\)\n.*\.word\s+(0x[0-9a-f]+)")
 _HGMMA_SHAPE = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)\.")
@@ -36,11 +38,14 @@ class Kernel:
         opcodes: one per instruction, in order, with their modifiers, e.g. "HGMMA.64x128x16.F32.BF16".
         num_registers: per thread at launch, before setmaxnreg.
         frame_bytes: stack frame per thread, where spills and local arrays live.
+        shared_accesses: opcode, without modifiers, and the constant part of the address, of initialised mbarriers and
+            of what is stored to and loaded from shared memory.
     """
 
     opcodes: tuple[str, ...] = field(repr=False)
     num_registers: int
     frame_bytes: int
+    shared_accesses: tuple[tuple[str, int], ...] = field(repr=False)
 
     def count(self, opcode: str) -> int:
         """How many instructions are `opcode`, in full or up to one of its dots."""
@@ -59,7 +64,12 @@ def disassemble(cubin: Path) -> dict[str, Kernel]:
     attributes = {(kernel, attribute): int(value, 16) for attribute, kernel, value in _ATTRIBUTE.findall(text)}
     _, *parts = _SECTION.split(text)
     return {
-        name: Kernel(tuple(_INSTRUCTION.findall(code)), attributes[name, "REGCOUNT"], attributes[name, "FRAME_SIZE"])
+        name: Kernel(
+            tuple(_INSTRUCTION.findall(code)),
+            attributes[name, "REGCOUNT"],
+            attributes[name, "FRAME_SIZE"],
+            tuple((opcode, int(offset or "0", 16)) for opcode, offset in _SHARED_ACCESS.findall(code)),
+        )
         for name, code in zip(parts[::2], parts[1::2], strict=True)
     }
 

@@ -23,7 +23,8 @@ from docs import (
     tutorial,
 )
 from docs.figures import cta, memory
-from tests import fuzz
+from tests import fuzz, sanitize
+from tests.sanitizer_output import read_output
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {path.name: path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -113,7 +114,38 @@ def test_determinism_quotes_what_is_recorded(tmp_path):
     (row,) = re.findall(r"^\| interleavings .*$", text, re.MULTILINE)
     assert [cell.strip() for cell in row.split("|")][2:-1] == ["2", "16", "16", "16"]
     assert "`unordered` changed its bits in 1 of 1 configurations" in text
-    assert "2 cases, 0 failed" in text
+    assert "2 cases in 1 process, 0 failed, 0 without a result" in text
+
+
+def test_determinism_quotes_what_the_sanitizer_found(tmp_path, monkeypatch):
+    """A finding of two problems is listed once; one without explanation and a problem that broke off are said."""
+    place = "kernel_flash_bwd_sm90_0+0x10"
+    hazard = f"""
+========= Error: Potential WAR hazard detected at __shared__ 0x4d0 in block (3,0,0) :
+=========     Read Thread (130,0,0) at {place}
+=========     Write Thread (32,0,0) at {place}
+"""
+    explained, other = (read_output(text.splitlines(), []).rows for text in (hazard, hazard.replace("WAR", "RAW")))
+    roles = ("MMA warpgroup 0", "STORE_DQ_EVEN")
+    finding = sanitize.Finding("racecheck", "WAR", "outside the storage, 0x4d0", roles)
+    monkeypatch.setitem(sanitize.EXPLANATIONS, finding, "it is ordered")
+    racecheck = [sanitize.Result("racecheck", name, rows) for name, rows in (("a", explained), ("b", explained))]
+    racecheck.append(sanitize.Result("racecheck", "c", other))
+    synccheck = [sanitize.Result("synccheck", "a"), sanitize.Result("synccheck", "b", failure="stopped")]
+    runs = [sanitize.Run("racecheck", racecheck, racecheck[0]), sanitize.Run("synccheck", synccheck)]
+    report = sanitize.as_dict(runs, {"GPU": "H200", "compute-sanitizer": "2026.4"})
+    (tmp_path / "sanitize.json").write_text(json.dumps(report))
+    text = make_determinism.describe_results(tmp_path)
+    assert "GPU H200, compute-sanitizer 2026.4:" in text
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| \w+check .*$", text, re.MULTILINE)
+    ]
+    assert rows == [["racecheck", "3", "0", "0", "2", "1", "seen"], ["synccheck", "2", "1", "1", "0", "0", "none"]]
+    where = "on `outside the storage, 0x4d0`, MMA warpgroup 0, then STORE_DQ_EVEN"
+    assert re.findall(r"^- .*$", text, re.MULTILINE) == [
+        f"- racecheck, 2 in 2 problems: WAR {where}: it is ordered",
+        f"- racecheck, 1 in 1 problem: RAW {where}: **not explained**",
+    ]
 
 
 def test_gallery_shows_every_schedule():

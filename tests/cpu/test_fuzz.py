@@ -1,13 +1,15 @@
-"""The fuzz driver: some cases on the emulator, replay, and that it sees wrong values and wrong bits."""
+"""The fuzz driver: some cases on the emulator, replay, that it sees wrong values and wrong bits, and its processes."""
 
 import json
+import sys
 from itertools import product
 
 import pytest
 import torch
 
 from tests import fuzz
-from tests.fuzz import CPU_LIMITS, GPU_LIMITS, LAYOUTS, draw_case, list_keys, main
+from tests.fuzz import CPU_LIMITS, GPU_LIMITS, LAYOUTS, Tally, draw_case, list_keys, main
+from tests.processes import Ended
 
 
 @pytest.fixture
@@ -215,3 +217,100 @@ def test_command_writes_a_summary(tmp_path, capsys):
     assert main(["--cases", "2", "--device", "cpu", "--json", str(file)]) == 0
     assert "2 cases, 2 passed, 0 failed" in capsys.readouterr().out
     assert json.loads(file.read_text())["passed"] == 2
+
+
+# Processes that share the cases out
+
+
+def test_processes_come_to_what_one_process_comes_to(tmp_path, capsys):
+    """Three of unequal shares; what each of them says is read from JSON."""
+    file = tmp_path / "fuzz.json"
+    command = ["--cases", "7", "--seed", "5", "--device", "cpu"]
+    assert main([*command, "--jobs", "3", "--json", str(file)]) == 0
+    assert "7 cases, 7 passed, 0 failed, 0 without a result" in (text := capsys.readouterr().out)
+    assert text.endswith("in 3 processes\n")
+    found, expected = json.loads(file.read_text()), fuzz.fuzz(5, range(7), "cpu")
+    assert (found["jobs"], found["passed"], found["lost"]) == (3, 7, [])
+    assert found["comparisons"] == expected.comparisons
+    assert found["worst_case"] == expected.worst_case
+    assert found["worst_ratio"] == pytest.approx(expected.worst_ratio, rel=0.05)  # other sums with other threads
+
+
+def test_one_process_is_the_default(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "run_all", None)
+    file = tmp_path / "fuzz.json"
+    assert main(["--cases", "1", "--device", "cpu", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["jobs"] == 1
+    assert main(["--only", "1", "--device", "cpu", "--jobs", "4"]) == 0
+    with pytest.raises(SystemExit):
+        main(["--cases", "1", "--device", "cpu", "--jobs", "0"])
+
+
+# a part of the cases that passes all of them, as `fuzz_part` says it, but for what is to happen in case 4
+PART = """
+import json, os, sys, time
+part, parts = map(int, sys.argv[2].split("/"))
+for count, number in enumerate(range(9)[part::parts], start=1):
+    if number == 4:
+        {event}
+    tally = dict(passed=count, comparisons=3 * count, worst_ratio=number / 8, worst_case=str(number))
+    print("progress", json.dumps([count, tally]))
+    print("[a library says something]")
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", "ended with status -9"),
+        ("sys.exit(1)", "ended with status 1"),
+        ("time.sleep(600)", "got stuck"),
+        ("print('progress [5, {{', end=''); sys.exit(1)", "ended with status 1"),
+    ],
+    ids=["killed", "failed", "stuck", "in the middle of a line"],
+)
+def test_cases_of_a_process_that_dies_are_not_lost(event, how, monkeypatch):
+    """Two processes: the odd cases, 4, pass, of the even ones, 5, the first two."""
+    monkeypatch.setattr(fuzz, "STUCK_S", 2.0)
+    arguments = [sys.executable, "-u", "-S", "-c", PART.format(event=event)]
+    tally = fuzz.fuzz_in_processes(3, range(9), 2, arguments)
+    assert (tally.passed, tally.comparisons, tally.left, tally.num_cases) == (6, 18, 3, 9)
+    assert tally.lost == [f"a process {how} in case 4, with cases 4, 6, 8 of --seed 3 left"] and not tally.ok
+    assert (tally.worst_ratio, tally.worst_case) == (7 / 8, "7")
+
+
+def test_a_process_that_never_begins_has_all_its_cases_left():
+    tally = fuzz.fuzz_in_processes(0, range(5), 2, [sys.executable, "-S", "-c", "raise SystemExit(3)"])
+    assert tally.lost == [
+        "a process ended with status 3 in case 0, with cases 0, 2, 4 of --seed 0 left",
+        "a process ended with status 3 in case 1, with cases 1, 3 of --seed 0 left",
+    ]
+    assert (tally.passed, tally.left) == (0, 5)
+
+
+def test_a_process_that_dies_behind_its_last_case_is_no_success():
+    tally = fuzz.read_part(0, range(2), 'progress [2, {"passed": 2}]\n', Ended(-11, 1.0))
+    assert tally.lost == ["a process ended with status -11, with no case left"]
+    assert (tally.passed, tally.left, tally.ok) == (2, 0, False)
+
+
+def test_failures_of_all_processes_are_told(monkeypatch, capsys):
+    parts = [Tally(passed=3, failures=["first"]), Tally(passed=2, left=4, lost=["second"], worst_ratio=1.5)]
+    monkeypatch.setattr(fuzz, "read_part", lambda *arguments: parts.pop(0))
+    monkeypatch.setattr(fuzz, "run_all", lambda programs, *rest: [program.output.touch() for program in programs])
+    assert main(["--cases", "10", "--jobs", "2", "--device", "cpu"]) == 1
+    text = capsys.readouterr().out
+    assert "10 cases, 5 passed, 1 failed, 4 without a result" in text and "worst error 1.50" in text
+    assert text.endswith("FAILED first\nFAILED second\n")
+
+
+def test_cases_behind_a_cuda_error_are_told(monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(fuzz, "run_case", fail)
+    noted = []
+    tally = fuzz.fuzz(0, [3, 5, 7], "cpu", note=lambda num_done, tally: noted.append(num_done))
+    assert (len(tally.failures), tally.left, tally.num_cases) == (1, 2, 3)
+    assert tally.lost == ["the process of case 3 broke off after a CUDA error, with cases 5, 7 of --seed 0 left"]
+    assert noted == [3]  # so that they are not lost once more

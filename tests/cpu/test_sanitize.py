@@ -1,5 +1,6 @@
-"""What `tests.sanitize` makes of the output of compute-sanitizer, with a stand-in for it; no GPU."""
+"""How `tests.sanitize` runs problems under compute-sanitizer, and what it makes of the results; stand-ins, no GPU."""
 
+import json
 import shutil
 import sys
 
@@ -7,84 +8,272 @@ import pytest
 
 from cute_dash.testing import why_no_hopper
 from tests import sanitize
-from tests.sanitize import FOUND, OK, UNAVAILABLE, Result, read_findings, report
+from tests.processes import Ended
+from tests.sanitize import CONTROLS, DONE, FOUND, OK, UNAVAILABLE, Finding, Result, Run, Setting, Task, find_failure
+from tests.sanitizer_output import Buffer, read_output
 
-OUTPUT = """========= COMPUTE-SANITIZER
-== first
-== second
-========= Invalid __global__ write of size 4 bytes
-=========     at kernel_cutlass_flash_bwd_control+0x90
-=========     by thread (0,0,0) in block (0,0,0)
-========= Error: Race reported between Write access at flash_bwd+0x10
-=========     and Read access at flash_bwd+0x20 [32 hazards]
-========= Barrier error detected. Missing wait.
-== third
-========= ERROR SUMMARY: 3 errors
+MAIN = "kernel_flash_bwd_sm90_0"
+BUFFERS = [Buffer("sDuty", 208, 256)]
+HAZARD = f"""
+========= Error: Potential WAR hazard detected at __shared__ 0x4d0 in block (3,0,0) :
+=========     Read Thread (130,0,0) at {MAIN}+0x20
+=========     Write Thread (32,0,0) at {MAIN}+0x10
+=========
 """
+BARRIER = f"""
+========= Barrier error detected. Divergent thread(s) in block.
+=========     at {MAIN}+0x10
+=========     by thread (130,0,0) in block (0,0,0)
+=========
+"""
+# takes the tool's options and then the command line of a problem, which says on stderr what is found in it
+STAND_IN = """#!{python} -S
+import subprocess, sys
+i = sys.argv.index({python!r})
+tool = sys.argv[sys.argv.index("--tool") + 1] if "--tool" in sys.argv else ""
+print("========= COMPUTE-SANITIZER", flush=True)
+done = subprocess.run(sys.argv[i:], stderr=subprocess.PIPE, text=True)
+found = done.stderr if tool == "racecheck" else ""
+print(found)
+print("options", *sys.argv[1:i])
+print("========= ERROR SUMMARY:", found.count("Error"), "errors")
+if done.returncode:
+    print("========= Target application returned an error")
+sys.exit(done.returncode)
+"""
+EXPLANATION = Finding("racecheck", "WAR", "sDuty", ("MMA warpgroup 0", "STORE_DQ_EVEN"))
 
 
-def test_findings_belong_to_the_problem_before_them():
-    findings = read_findings(OUTPUT)
-    assert list(findings) == ["first", "second", "third"]
-    assert findings["first"] == findings["third"] == []
-    assert findings["second"] == [
-        "Invalid __global__ write of size 4 bytes",
-        "Error: Race reported between Write access at flash_bwd+0x10",
-        "Barrier error detected. Missing wait.",
-    ]
+def make_result(text, tool="racecheck", failure="", task="first"):
+    return Result(tool, task, read_output(text.splitlines(), BUFFERS).rows, failure)
 
 
-def test_report():
-    clean = Result("memcheck", {"first": [], "second": []})
-    found = Result("racecheck", read_findings(OUTPUT))
-    control = Result("memcheck", {"control": ["Invalid __global__ write"]})
-    text, status = report([clean], [control])
-    assert status == OK and "clean" in text and "memcheck sees a fault" in text
-    text, status = report([clean, found], [control])
-    assert status == FOUND and "3 found" in text and "racecheck, second: Barrier error detected" in text
-
-
-@pytest.mark.parametrize(
-    ("results", "controls"),
-    [
-        ([Result("memcheck", {"first": []}, failure="not finished")], []),
-        ([Result("memcheck", {"first": []})], [Result("memcheck", {"control": []})]),
-        ([Result("memcheck", {}, failure="status 1")], []),
-    ],
-    ids=["unfinished", "blind", "no problems"],
-)
-def test_no_findings_are_not_enough(results, controls):
-    assert report(results, controls)[1] == FOUND
+def make_task(name, found="", code=""):
+    """A process that behaves like a problem and lets the stand-in find something."""
+    code = code or f"import sys; print('== {name}'); print('== {DONE}'); print({found!r}, file=sys.stderr)"
+    return Task(name, (sys.executable, "-S", "-c", code), BUFFERS)
 
 
 @pytest.fixture
-def stand_in(tmp_path, monkeypatch):
-    """A program in the place of compute-sanitizer that prints a text and ends with a status."""
-
-    def make(text, status):
-        path = tmp_path / "compute-sanitizer"
-        path.write_text(f"#!{sys.executable}\nimport sys\nprint('''{text}''')\nsys.exit({status})\n")
-        path.chmod(0o755)
-        return path
-
-    return make
+def setting(tmp_path):
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(STAND_IN.format(python=sys.executable))
+    path.chmod(0o755)
+    return Setting(path, tmp_path, jobs=2)
 
 
-def test_tool_is_run_and_read(stand_in):
-    assert sanitize.run_tool(stand_in("== first", 0), "memcheck").clean
-    assert not sanitize.run_tool(stand_in(OUTPUT, 0), "racecheck").clean
-    assert "status 7" in sanitize.run_tool(stand_in("== first", 7), "memcheck").failure
-    assert "status 0" in sanitize.run_tool(stand_in("nothing was run", 0), "memcheck").failure
+@pytest.fixture
+def controls(monkeypatch):
+    """In the place of the kernels with faults: a fault that the stand-in sees, and the other way round."""
+
+    def set_controls(found):
+        task = make_task("control", found)
+        monkeypatch.setattr(sanitize, "_run_inside", lambda *arguments: task.arguments)
+
+    return set_controls
 
 
-def test_sanitizer_is_found_in_the_path_and_the_toolkit(stand_in, tmp_path, monkeypatch):
-    path = stand_in("", 0)
+# What is said
+
+
+def test_results_in_a_word_or_two():
+    assert make_result("").cell == "clean"
+    assert make_result(HAZARD + BARRIER).cell == "2 found"
+    assert make_result(HAZARD, failure="stopped").cell == "at least 1 found"
+    assert make_result("", failure="stopped").cell == "not finished"
+
+
+def test_an_explained_finding_does_not_fail(monkeypatch):
+    assert not sanitize.EXPLANATIONS.keys() & {EXPLANATION}
+    monkeypatch.setitem(sanitize.EXPLANATIONS, EXPLANATION, "it is ordered by an mbarrier")
+    explained, both = make_result(HAZARD * 2), make_result(HAZARD + BARRIER)
+    assert (explained.cell, explained.passed) == ("2 explained", True)
+    assert "explained: it is ordered by an mbarrier" in "\n".join(explained.describe())
+    assert (both.cell, both.passed) == ("1 found, 1 explained", False)
+    assert [row["explanation"] for row in both.as_dict()["rows"]] == ["it is ordered by an mbarrier", None]
+    unfinished = make_result(HAZARD, failure="stopped")
+    assert (unfinished.cell, unfinished.passed) == ("at least 1 explained", False)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        make_result(HAZARD, tool="synccheck"),
+        make_result(HAZARD.replace("WAR", "RAW")),
+        make_result(HAZARD.replace("0x4d0", "0x500")),
+        make_result(HAZARD.replace("(32,0,0)", "(64,0,0)")),
+    ],
+    ids=["tool", "kind", "buffer", "role"],
+)
+def test_an_explanation_is_for_one_finding(monkeypatch, other):
+    monkeypatch.setitem(sanitize.EXPLANATIONS, EXPLANATION, "it is ordered by an mbarrier")
+    assert make_result(HAZARD).passed and not other.passed
+
+
+def test_explanations_are_of_tools_and_have_reasons():
+    for finding, reason in sanitize.EXPLANATIONS.items():
+        assert finding.tool in sanitize.TOOLS and len(reason.split()) > 5
+
+
+def test_report():
+    clean = Run("memcheck", [make_result("", "memcheck"), make_result("", "memcheck", task="second")], seconds=3)
+    found = Run("racecheck", [make_result(HAZARD), make_result("", task="second", failure="stopped")])
+    assert clean.passed and not found.passed
+    text = sanitize.report([clean, found])
+    rows = [line.split("  ") for line in text.splitlines()[2:4]]
+    assert [[cell.strip() for cell in row if cell.strip()] for row in rows] == [
+        ["first", "clean", "1 found"],
+        ["second", "clean", "not finished"],
+    ]
+    assert "racecheck, first:\n  1 x WAR on sDuty (0x4d0) in 1 CTA: read by MMA warpgroup 0 at main+0x20, then" in text
+    assert "racecheck, second:\n  not finished: stopped" in text and "memcheck 3 s" in text
+
+
+def test_unknown_records_are_shown_in_full():
+    text = "\n".join(make_result("========= Error: Deadlock of 3\n=========     somewhere").describe())
+    assert "unparsed: Error: Deadlock of #" in text and "| Error: Deadlock of 3" in text and "| somewhere" in text
+
+
+@pytest.mark.parametrize(("control", "blind"), [("", True), ("========= Error: Something new", True), (BARRIER, False)])
+def test_a_tool_that_does_not_see_its_fault_is_blind(control, blind):
+    run = Run("memcheck", [make_result("")], make_result(control, "memcheck", failure="stopped", task="control"))
+    assert run.blind == blind and run.passed == (not blind)
+    assert ("does not see" in sanitize.report([run])) == blind
+    assert run.as_dict()["control"]["seen"] == (not blind)
+
+
+def test_a_run_of_nothing_is_no_proof():
+    assert not Run("memcheck", []).passed
+
+
+# Whether all was seen
+
+SUMMARY = "========= ERROR SUMMARY: 0 errors"
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "expected"),
+    [
+        (["== first", "== done", SUMMARY], 0, ""),
+        (["== first", "== done", SUMMARY], None, "said nothing for"),
+        (["== first", "== done", SUMMARY], 1, "ended with status 1"),
+        (["== first", "== done"], 0, "did not come to its summary"),
+        (["== first", SUMMARY], 1, "status 1 after the backward"),
+        ([SUMMARY], 1, "status 1 before there was a backward"),
+        (["== second", "== done", SUMMARY], 0, "status 0 after"),
+        (["== first", "== done", "========= ERROR SUMMARY: 3 errors"], 0, "printed 3 findings, 0 were read"),
+        (["== first", "== done", SUMMARY, "========= 9 errors were not printed."], 0, "9 errors were not printed"),
+        (["== first", "== done", SUMMARY, "========= 9 errors were skipped (error buffer overflow)."], 0, "9 errors"),
+    ],
+)
+def test_why_there_may_be_more(lines, status, expected):
+    failure = find_failure(read_output(lines, []), Ended(status, 1.0), "first")
+    assert (not failure) if not expected else expected in failure
+
+
+def test_without_a_tool_no_summary_is_missed():
+    output = read_output(["== first", "== done"], [])
+    assert find_failure(output, Ended(0, 1.0), "first", is_under_tool=False) == ""
+
+
+# Running
+
+
+def test_problems_run_under_every_tool(setting, controls):
+    """What is found in one problem is not taken for another's, and a problem that breaks off is not left out."""
+    controls(HAZARD)
+    tasks = [
+        make_task("clean"),
+        make_task("found", HAZARD),
+        make_task("ends early", code="print('== ends early'); raise SystemExit('CUDA error: launch failure')"),
+        make_task("never begins", code="raise SystemExit(3)"),
+    ]
+    run = sanitize.run_tool(setting, "racecheck", tasks, {})
+    assert [result.cell for result in run.results] == ["clean", "1 found", "not finished", "not finished"]
+    assert run.results[2].failure == (
+        "it ended with status 1 after the backward was launched; Target application returned an error"
+    )
+    assert "status 3 before there was a backward" in run.results[3].failure
+    assert not run.blind and not run.passed
+    run = sanitize.run_tool(setting, "memcheck", tasks[:2], {})
+    assert [result.cell for result in run.results] == ["clean", "clean"] and run.blind
+
+
+def test_what_a_tool_is_told(setting, controls):
+    controls("")
+    limited = Setting(setting.sanitizer, setting.folder, 1, limit=7, environment={"WORD": "in the environment"})
+    code = "import os; print('==', 'first'); print(os.environ['WORD']); print('==', 'done')"
+    for tool in sanitize.TOOLS:
+        assert sanitize.run_tool(limited, tool, [make_task("first", code=code)], {}).results[0].cell == "clean"
+        text = (setting.folder / f"{tool}-first.txt").read_text()
+        assert "in the environment" in text
+        options = text.split("options ")[1].split("\n")[0]
+        assert f"--tool {tool} --kernel-name kns=flash_bwd --print-limit 7 " in options
+        assert ("--racecheck-report all" in options) == (tool == "racecheck")
+    assert "--print-limit 0" in " ".join(sanitize._make_command(setting, "memcheck", make_task("first"), 0))
+
+
+def test_processes_side_by_side_have_ports_of_their_own(setting):
+    commands = [sanitize._make_command(setting, "memcheck", make_task("first"), number) for number in range(3)]
+    ports = [int(command[command.index("--port") + 1]) for command in commands]
+    assert ports == [49152, 49162, 49172]
+
+
+def test_a_problem_that_fails_without_a_tool_is_not_run_under_one(setting, controls):
+    controls("")
+    tasks = [make_task("good"), make_task("bad", code="raise SystemExit('no such kernel')")]
+    broken = sanitize.compile_all(setting, tasks)
+    assert list(broken) == ["bad"] and "no such kernel" in broken["bad"]
+    run = sanitize.run_tool(setting, "synccheck", tasks, broken)
+    assert [result.cell for result in run.results] == ["clean", "not finished"]
+    assert "it fails without the tool" in run.results[1].failure
+    assert not (setting.folder / "synccheck-bad.txt").exists()
+
+
+def test_kernels_with_line_numbers_are_cached_apart(tmp_path):
+    environment = sanitize.make_environment(tmp_path)
+    assert environment["CUTE_DSL_LINEINFO"] == "1" and environment["CUTE_DASH_CACHE_DIR"] == str(tmp_path / "line_info")
+
+
+def test_the_command(setting, controls, monkeypatch, tmp_path, capsys):
+    controls(HAZARD)
+    monkeypatch.setattr(sanitize, "why_no_hopper", lambda: None)
+    monkeypatch.setattr(sanitize, "describe_environment", lambda: {"GPU": "a stand-in"})
+    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: setting.sanitizer)
+    monkeypatch.setattr(sanitize, "get_version", lambda sanitizer: "1.2")
+    monkeypatch.setattr(sanitize, "list_tasks", lambda: [make_task("clean"), make_task("found", HAZARD)])
+    options = ["--tool", "racecheck", "--jobs", "2"]
+    file, raw = tmp_path / "sanitize.json", tmp_path / "raw"
+    assert sanitize.main([*options, "--json", str(file), "--raw", str(raw)]) == FOUND
+    text = capsys.readouterr().out
+    assert "1 x WAR on sDuty" in text and "control: racecheck sees a fault made for it" in text
+    record = json.loads(file.read_text())
+    assert record["environment"] == {"GPU": "a stand-in", "compute-sanitizer": "1.2"}
+    (run,) = record["runs"]
+    assert [(result["task"], result["result"]) for result in run["results"]] == [
+        ("clean", "clean"),
+        ("found", "1 found"),
+    ]
+    assert run["results"][1]["rows"][0]["lines"][0].startswith("Error: Potential WAR hazard detected at")
+    assert "Potential WAR hazard" in (raw / "racecheck-found.txt").read_text()
+    monkeypatch.setitem(sanitize.EXPLANATIONS, EXPLANATION, "it is ordered by an mbarrier")
+    assert sanitize.main(options) == OK
+
+
+def test_the_version_is_the_tools(tmp_path):
+    path = tmp_path / "compute-sanitizer"
+    path.write_text("#!/bin/sh\necho NVIDIA\necho 'Version 2026.4.0.0 (build 39022338) (public-release)'\n")
+    path.chmod(0o755)
+    assert sanitize.get_version(path) == "2026.4.0.0"
+
+
+def test_sanitizer_is_found_in_the_path_and_the_toolkit(setting, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert sanitize.find_sanitizer() == path
+    assert sanitize.find_sanitizer() == setting.sanitizer
     (tmp_path / "toolkit" / "bin").mkdir(parents=True)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-    shutil.move(path, tmp_path / "toolkit" / "bin")
+    shutil.move(setting.sanitizer, tmp_path / "toolkit" / "bin")
     assert sanitize.find_sanitizer() == tmp_path / "toolkit" / "bin" / "compute-sanitizer"
 
 
@@ -99,6 +288,29 @@ def test_every_build_is_among_the_problems():
     assert len({c.describe() for c in problems}) == len(problems)  # findings are told apart by it
     for configuration in problems:
         assert configuration.make_problem("cpu").concrete.name == configuration.schedule  # none is left out
+
+
+def test_every_problem_is_a_task():
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+    tasks = sanitize.list_tasks()
+    assert [task.name for task in tasks] == [problem.describe() for problem in sanitize.list_problems()]
+    assert [task.arguments[-1] for task in tasks] == [str(number) for number in range(len(tasks))]
+    last = {task.name: task.buffers[-1] for task in tasks}
+    # tile_m x columns of fp32
+    sizes = {name: buffer.end - buffer.start for name, buffer in last.items() if buffer.name == "sdQ"}
+    assert len(sizes) == len(tasks) and set(sizes.values()) == {
+        128 * 64 * 4,
+        *(64 * d * 4 for d in (96, 128, 192, 256)),
+    }
+
+
+def test_the_inside_takes_what_it_is_given(monkeypatch):
+    ran = []
+    monkeypatch.setattr(sanitize, "run_problem", lambda number: ran.append(number))
+    monkeypatch.setattr(sanitize, "run_control", lambda past_the_end: ran.append(past_the_end))
+    insides = [sanitize._run_inside("problem", "--number", "3"), *map(sanitize._run_inside, CONTROLS.values())]
+    assert [sanitize.main(list(inside[3:])) for inside in insides] == [OK] * 3
+    assert ran == [3, True, False]
 
 
 @pytest.mark.skipif(why_no_hopper() is None, reason="there is a Hopper GPU here")
