@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_dash.check import check
+from cute_dash.check import check, check_sample
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
 from cute_dash.problem import ProblemShape, Window, normalize_mask
-from cute_dash.registry import resolve, resolve_varlen
+from cute_dash.registry import UnsupportedShapeError, resolve, resolve_varlen
 from cute_dash.schedule import DenseSchedule, Schedule
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_CUDA_DTYPES, torch.float32)
 MAX_PROVEN_STEPS = 50_000
+_PART_STEPS = 35_000  # of what is proved of a larger problem, which leaves time for a sample of all of it
 # defined here and not found by looking, so that a file that a user adds to the package is not taken for a tested one
 TESTED_SCHEDULES = frozenset(
     ("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid", "unordered")
@@ -407,30 +408,61 @@ def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
 def prove(schedule: Schedule, shape: ProblemShape) -> None:
     """Checks a schedule that this package's own tests do not, before a kernel hangs on it or adds in a wrong order.
 
-    Of a problem with more than MAX_PROVEN_STEPS steps a part is checked: fewer streams and, if one is still too long,
-    two of its query heads and its first tokens. It takes about a second.
+    A problem of at most MAX_PROVEN_STEPS steps is proved, all of it. Of a larger one every rule is proved for a part,
+    with two sequences and two heads at least where there are as many, and fewer tokens if need be; and of the whole a
+    sample is looked at (`check_sample`), which can miss what only few tiles show. `cute-dash check` proves all of a
+    larger shape, too. It takes about a second.
 
     Raises:
         ScheduleError: a ValueError that names the first rule broken and where.
+        TooManyStepsError: a ValueError: the schedule cannot order the part, and the whole is too large to be proved.
     """
-    check(schedule, _part_to_prove(shape))
+    part = _part_to_prove(shape)
+    if part == shape or not _can_implement(schedule, part):
+        check(schedule, shape)
+    else:
+        check(schedule, part)
+        check_sample(schedule, shape)
+
+
+def _can_implement(schedule: Schedule, shape: ProblemShape) -> bool:
+    try:
+        resolve(schedule, shape)
+    except UnsupportedShapeError:
+        return False
+    return True
 
 
 def _part_to_prove(shape: ProblemShape) -> ProblemShape:
-    steps_per_stream = shape.num_m_blocks * shape.num_n_blocks * shape.group_size
-    if shape.num_streams * steps_per_stream <= MAX_PROVEN_STEPS:
+    """The shape itself if it has few steps; else fewer streams, if need be query heads of a KV head, and tokens."""
+    if _count_tiles(shape) <= MAX_PROVEN_STEPS:
         return shape
-    if steps_per_stream > MAX_PROVEN_STEPS and shape.group_size > 2:
-        return _part_to_prove(replace(shape, group_size=2))
-    seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
-    if steps_per_stream > MAX_PROVEN_STEPS:
-        longest = math.isqrt(MAX_PROVEN_STEPS * shape.tile_m * shape.tile_n // shape.group_size)
-        cut = max(min(seqlen_q, seqlen_k) - longest, 0)  # of both alike: the mask depends on their difference
-        seqlen_q, seqlen_k = min(seqlen_q - cut, 2 * longest), min(seqlen_k - cut, 2 * longest)
+    part = replace(shape, batch=min(shape.batch, 2), num_heads=min(shape.num_heads, 2))
+    if _count_tiles(part) > _PART_STEPS:
+        part = replace(part, group_size=min(shape.group_size, 2))
+    if _count_tiles(part) > _PART_STEPS:
+        part = _shorten(part)
+    part = replace(part, num_heads=_fit(part.num_heads, shape.num_heads, part))
+    return replace(part, batch=_fit(part.batch, shape.batch, part))
+
+
+def _count_tiles(shape: ProblemShape) -> int:
+    """Steps that a problem has without a mask."""
+    return shape.num_streams * shape.group_size * shape.num_m_blocks * shape.num_n_blocks
+
+
+def _fit(least: int, most: int, part: ProblemShape) -> int:
+    """How large an extent of the part, `least` so far, can be."""
+    return max(least, min(most, least * _PART_STEPS // _count_tiles(part)))
+
+
+def _shorten(shape: ProblemShape) -> ProblemShape:
+    """With fewer tokens, about _PART_STEPS steps, and the same mask."""
+    longest = math.isqrt(_PART_STEPS * shape.tile_m * shape.tile_n // (shape.num_streams * shape.group_size))
+    cut = max(min(shape.seqlen_q, shape.seqlen_k) - longest, 0)  # of both alike: the mask depends on their difference
+    seqlen_q, seqlen_k = min(shape.seqlen_q - cut, 2 * longest), min(shape.seqlen_k - cut, 2 * longest)
     window = shape.window and Window(min(shape.window.left, seqlen_k - 1), min(shape.window.right, seqlen_q - 1))
-    part = replace(shape, batch=1, num_heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window)
-    num_heads = MAX_PROVEN_STEPS // (part.num_m_blocks * part.num_n_blocks * part.group_size)
-    return replace(part, num_heads=max(min(num_heads, shape.num_streams), 1))
+    return replace(shape, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window)
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
