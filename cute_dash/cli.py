@@ -300,8 +300,8 @@ def _window(text: str) -> tuple[int, int]:
         left, right = (_window_side(side) for side in text.split(","))
     except ValueError:
         message = (
-            f"invalid window {text!r}: it must be LEFT,RIGHT in tokens, each at least 0, or inf or -1 for no limit, such "
-            "as 1k,0"
+            f"invalid window {text!r}: it must be LEFT,RIGHT in tokens, each at least 0, or inf or -1 for no limit, "
+            "such as 1k,0"
         )
         raise argparse.ArgumentTypeError(message) from None
     return left, right

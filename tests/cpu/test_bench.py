@@ -123,7 +123,9 @@ def test_any_shape_by_arguments():
     shape = grouped.problem_shape()
     assert (shape.num_heads, shape.group_size, shape.num_query_heads) == (4, 4, 16)
     assert grouped.input_bytes == grouped.tensor_bytes * 3 + grouped.tensor_bytes // 2 + 4 * 2 * 16 * 8192
-    with pytest.raises(ValueError, match="'local:-1:0' .* local:LEFT:RIGHT in tokens, each at least 0, or inf for no limit"):
+    with pytest.raises(
+        ValueError, match="'local:-1:0' .* local:LEFT:RIGHT in tokens, each at least 0, or inf for no limit"
+    ):
         replace(grouped, mask="local:-1:0")
     with pytest.raises(ValueError, match="kv_heads=3 must divide heads=16"):
         replace(grouped, kv_heads=3)
