@@ -448,6 +448,10 @@ def check_value_object(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"rule 3 (purity): {type(schedule).__name__}.{name} is {_show(value)}; allowed: {kind.__name__}"
             )
+    if schedule.version < 1:
+        raise ScheduleError(
+            f"rule 3 (purity): {type(schedule).__name__}.version is {schedule.version}; allowed: an int of at least 1"
+        )
 
 
 def _find_fields_without_equality(schedule: Any) -> list[str]:
