@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+from cute_dash.naming import name_type
 from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import Schedule, Selector, WorkTile, get_stream_tile
 from cute_dash.traced_int import TracedInt
@@ -318,7 +319,7 @@ def _check_place(
 
 def _show(value: object) -> str:
     """For a message; of what is no int also its type, which its repr may not tell."""
-    return repr(value) if type(value) is int or value is None else f"{value!r} of type {type(value).__name__}"
+    return repr(value) if type(value) is int or value is None else f"{value!r} of type {name_type(value)}"
 
 
 def _is_index(value: object, extent: int) -> bool:

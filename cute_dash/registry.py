@@ -313,7 +313,7 @@ def _with_name(name: str, schedule: Schedule) -> Schedule:
 
 
 def _describe_unknown(name: str) -> str:
-    known = available()
+    known = list(load_all()[0])
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"unknown schedule {name!r}: {hint}known are {', '.join(known)}"

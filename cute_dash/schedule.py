@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from cute_dash.ints import maximum, minimum
+from cute_dash.naming import name_type
 from cute_dash.problem import ProblemShape
 
 
@@ -140,7 +141,7 @@ def check_int_field(schedule: object, name: str, least: int | None = None, allow
     value = getattr(schedule, name)
     allowed = allowed or ("an int" if least is None else f"an int of at least {least}")
     if type(value) is not int:
-        message = f"{type(schedule).__name__}: {name}={value!r} is a {type(value).__name__}; allowed: {allowed}"
+        message = f"{type(schedule).__name__}: {name}={value!r} is a {name_type(value)}; allowed: {allowed}"
         raise TypeError(message)
     if least is not None and value < least:
         raise ValueError(f"{type(schedule).__name__}: {name}={value}; allowed: {allowed}")

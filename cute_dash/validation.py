@@ -16,6 +16,7 @@ from torch import Tensor
 from cute_dash.check import check, check_sample
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
+from cute_dash.naming import name_type
 from cute_dash.problem import ProblemShape, Window, normalize_mask
 from cute_dash.registry import UnsupportedShapeError, resolve, resolve_varlen
 from cute_dash.schedule import DenseSchedule, Schedule
@@ -31,42 +32,42 @@ TESTED_SCHEDULES = frozenset(
 _TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
 MAX_TILES = 2**30  # the kernel numbers tiles in 32 bits, and the sum of two numbers has to fit
 MAX_VARLEN_TILES = 2**23  # of a head: the kernel finds a sequence's statistics, 2**8 elements a tile, in 32 bits
-_MAX_SIDE = 2**31 - 1  # of a window: beyond every sequence, so no limit; larger numbers would not fit an op's schema
+MAX_LENGTH = 2**31 - 1  # beyond every sequence, so no limit; larger numbers would not fit an op's schema
 # in the sequence dim of a tensor: two lengths and a tile add up in 32 bits, and with cu_seqlens the kernel tells the
 # end of a sequence by coordinates around 2**30
 MAX_TOKENS = 2**30 - 2**16
-_MAX_SCALE = torch.finfo(torch.float32).max
+_MIN_SCALE, _MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _HOPPER = (9, 0)
 
 
 def check_scale(softmax_scale: float | None) -> None:
     """None for the default, or a number above 0, finite in fp32: forward kernels take the row maximum, then scale.
 
-    Comparisons alone, so that torch.compile traces a scale that changes.
+    A GPU may take subnormal numbers for 0, so they are refused, too. Comparisons alone, so that torch.compile traces a
+    scale that changes.
     """
     if softmax_scale is None:
         return
     if not _is_number(softmax_scale, float, numbers.Real):
-        raise TypeError(
-            f"{softmax_scale=} is a {type(softmax_scale).__name__}; allowed: a finite number above 0, or None"
-        )
-    if not 0 < softmax_scale <= _MAX_SCALE:
+        raise TypeError(f"{softmax_scale=} is a {name_type(softmax_scale)}; allowed: a finite number above 0, or None")
+    if not _MIN_SCALE <= softmax_scale <= _MAX_SCALE:
         raise ValueError(
-            f"{softmax_scale=}; allowed: a finite number above 0 (in fp32), or None for 1 / sqrt(head_dim)"
+            f"{softmax_scale=}; allowed: a finite number above 0 (in fp32), at least {_MIN_SCALE:.3g}, or None for "
+            "1 / sqrt(head_dim)"
         )
 
 
 def check_dropout(dropout_p: float) -> None:
     """0: no other value is supported by the interfaces that have the argument."""
     if not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"{dropout_p=} is a {type(dropout_p).__name__}; allowed: 0.0")
+        raise TypeError(f"{dropout_p=} is a {name_type(dropout_p)}; allowed: 0.0")
     if dropout_p != 0:
         raise ValueError(f"{dropout_p=}: dropout is not supported; allowed: 0.0")
 
 
 def check_flag(name: str, flag: bool) -> None:
     if not isinstance(flag, bool):
-        raise TypeError(f"{name}={flag!r} is a {type(flag).__name__}; allowed: True or False")
+        raise TypeError(f"{name}={flag!r} is a {name_type(flag)}; allowed: True or False")
 
 
 def check_window_size(window_size: tuple[int | None, int | None] | None) -> tuple[int, int]:
@@ -87,16 +88,16 @@ def _check_side(side: Any, window_size: object) -> int:
     if side is None:
         return -1
     if not _is_number(side, int, numbers.Integral):
-        raise TypeError(f"{window_size=} holds a {type(side).__name__}; allowed: ints, or None for no limit")
+        raise TypeError(f"{window_size=} holds a {name_type(side)}; allowed: ints, or None for no limit")
     if side < -1:
         raise ValueError(f"{window_size=}; allowed: tokens, at least 0, or -1 for no limit")
-    return min(int(side), _MAX_SIDE)
+    return min(int(side), MAX_LENGTH)
 
 
 def check_softcap(softcap: float) -> None:
     """Only 0: torch's forward passes have no softcap."""
     if not _is_number(softcap, float, numbers.Real):
-        raise TypeError(f"{softcap=} is a {type(softcap).__name__}; allowed: the number 0")
+        raise TypeError(f"{softcap=} is a {name_type(softcap)}; allowed: the number 0")
     if softcap != 0:
         raise ValueError(f"{softcap=}: a softcap is not there yet; allowed: 0")
 

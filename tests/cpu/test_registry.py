@@ -138,6 +138,14 @@ def test_bad_spec(spec, message):
         registry.load(spec)
 
 
+def test_known_schedules_are_those_that_load(drop_in, tmp_path):
+    drop_in("broken", "broken")
+    (tmp_path / "broken.py").write_text("import no_such_dependency")
+    with pytest.raises(ValueError, match="unknown schedule 'brokem': known are auto, ") as caught:
+        registry.load("brokem")
+    assert set(str(caught.value).split("known are ")[1].split(", ")) == SHIPPED
+
+
 def test_not_a_schedule():
     with pytest.raises(TypeError, match="schedule=3 must be a name"):
         registry.load(3)
@@ -260,7 +268,14 @@ ELSEWHERE = Elsewhere()
 
 
 @pytest.mark.parametrize(
-    ("version", "shown"), [(-1, "-1"), (0, "0"), (1.0, "1.0 of type float"), (True, "True of type bool")]
+    ("version", "shown"),
+    [
+        (-1, "-1"),
+        (0, "0"),
+        (1.0, "1.0 of type float"),
+        (True, "True of type bool"),
+        (np.int64(1), ".* of type numpy.int64"),
+    ],
 )
 def test_a_version_is_an_int_from_1_up(version, shown):
     @dataclass(frozen=True)
@@ -285,7 +300,7 @@ def test_a_version_is_an_int_from_1_up(version, shown):
 def test_fields_of_schedules_are_checked(cls, field, allowed):
     for value in ("a", 2.0, True, None, np.int64(3)):
         with pytest.raises(
-            TypeError, match=rf"{cls.__name__}: {field}=.* is a {type(value).__name__}; allowed: an int"
+            TypeError, match=rf"{cls.__name__}: {field}=.* is a (numpy.)?{type(value).__name__}; allowed: an int"
         ):
             cls(**{field: value})
     with pytest.raises(ValueError, match=f"{cls.__name__}: {field}=-1; allowed: {allowed}"):

@@ -139,6 +139,25 @@ BAD_OPTIONS = {
     "scale beyond fp32": (dict(softmax_scale=1e39), ValueError, r"softmax_scale=1e\+39; allowed: .* \(in fp32\)"),
     "scale beyond float": (dict(softmax_scale=10**400), ValueError, "softmax_scale=1000"),
     "scale 0": (dict(softmax_scale=0), ValueError, "softmax_scale=0"),
+    "scale 0 in fp32": (
+        dict(softmax_scale=1e-50),
+        ValueError,
+        r"softmax_scale=1e-50; .* \(in fp32\), at least 1.18e-38",
+    ),
+    "scale subnormal": (
+        dict(softmax_scale=1.1e-38),
+        ValueError,
+        "softmax_scale=1.1e-38; allowed: .* at least 1.18e-38",
+    ),
+    "scale fraction": (dict(softmax_scale=Fraction(1, 10**60)), ValueError, "softmax_scale=Fraction.*; allowed: a fin"),
+    "scale bool of numpy": (dict(softmax_scale=np.True_), TypeError, "softmax_scale=.* is a numpy.bool_?; allowed"),
+    "causal of numpy": (dict(causal=np.True_), TypeError, "causal=.* is a numpy.bool_?; allowed: True or False"),
+    "window of numpy": (
+        dict(window_size=(np.True_, 0)),
+        TypeError,
+        "window_size=.* holds a numpy.bool_?; allowed: ints",
+    ),
+    "softcap of numpy": (dict(softcap=np.False_), TypeError, "softcap=.* is a numpy.bool_?; allowed: the number 0"),
     "scale negative": (dict(softmax_scale=-0.1), ValueError, "softmax_scale=-0.1"),
     "scale text": (dict(softmax_scale="1"), TypeError, "softmax_scale='1' is a str"),
     "scale bool": (dict(softmax_scale=True), TypeError, "softmax_scale=True is a bool"),
@@ -537,6 +556,11 @@ def test_a_schedule_that_cannot_order_the_part_is_proved_for_the_whole_shape():
     assert validation._part_to_prove(shape).num_heads < 32
     with pytest.raises(ScheduleError, match="rule 1 .*head_idx=30"):
         validation.prove(OrdersOneShape(), shape)
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2**-126 + 1e-50, 3.4e38, Fraction(1, 8), np.float32(0.1), 1], ids=str)
+def test_scales_that_are_normal_in_fp32_are_accepted(scale):
+    validation.check_scale(scale)
 
 
 @pytest.mark.parametrize("softcap", [None, "x", True])
