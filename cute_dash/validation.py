@@ -409,10 +409,10 @@ def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
 def prove(schedule: Schedule, shape: ProblemShape) -> None:
     """Checks a schedule that this package's own tests do not, before a kernel hangs on it or adds in a wrong order.
 
-    A problem of at most MAX_PROVEN_STEPS steps is proved, all of it. Of a larger one every rule is proved for a part,
-    with two sequences and two heads at least where there are as many, and fewer tokens if need be; and of the whole a
-    sample is looked at (`check_sample`), which can miss what only few tiles show. `cute-dash check` proves all of a
-    larger shape, too. It takes about a second.
+    A problem of at most MAX_PROVEN_STEPS steps, those that the mask hides counted, is proved, all of it. Of a larger
+    one every rule is proved for a part, with two sequences and two heads at least where there are as many, and fewer
+    tokens if need be; and of the whole a sample is looked at (`check_sample`), which can miss what only few tiles show.
+    `cute-dash check` proves all of a larger shape, too. It takes about a second.
 
     Raises:
         ScheduleError: a ValueError that names the first rule broken and where.
@@ -448,7 +448,7 @@ def _part_to_prove(shape: ProblemShape) -> ProblemShape:
 
 
 def _count_tiles(shape: ProblemShape) -> int:
-    """Steps that a problem has without a mask."""
+    """Steps that a problem has, those that the mask hides counted."""
     return shape.num_streams * shape.group_size * shape.num_m_blocks * shape.num_n_blocks
 
 
