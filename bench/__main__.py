@@ -267,7 +267,7 @@ def _add_what(group: Any) -> None:
         "--mask",
         type=_list_of(_mask),
         default=list(cells.MASKS),
-        help="causal, full, local:LEFT:RIGHT (a window in tokens, or inf); default: causal,full",
+        help="causal, full, local:LEFT:RIGHT (a window in tokens, inf for no limit); default: causal,full",
     )
     group.add_argument(
         "--seqlen", type=_list_of(parse_seqlen), default=list(cells.SEQLENS), help=f"tokens; default: {default}"

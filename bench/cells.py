@@ -223,7 +223,8 @@ def parse_window(mask: str) -> tuple[int, int]:
     kind, *sides = mask.split(":")
     if kind != "local" or len(sides) != 2 or not all(side == "inf" or side.isdecimal() for side in sides):
         raise ValueError(
-            f"mask={mask!r} is not known; allowed: {', '.join(MASKS)}, local:LEFT:RIGHT such as local:1024:0"
+            f"mask={mask!r} is not known; allowed: {', '.join(MASKS)}, local:LEFT:RIGHT in tokens, each at least 0, or "
+            "inf for no limit, such as local:1024:0"
         )
     left, right = (-1 if side == "inf" else int(side) for side in sides)
     return left, right

@@ -196,10 +196,12 @@ class Results:
         """
         try:
             content = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # neither JSON nor, perhaps, text
             raise ValueError(f"{path} is not JSON: {error}") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{path} is not a results file of format {FORMAT}")
+        if missing := sorted({f.name for f in fields(cls)} - content.keys()):
+            raise ValueError(f"{path} has no {', '.join(missing)}")
         return cls(
             content["environment"],
             content["method"],

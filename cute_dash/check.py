@@ -23,17 +23,25 @@ not matter; with R' > R, that more CTAs never hurt. One run with `min_resident_c
 
 import dataclasses
 import inspect
+import itertools
 import os
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
+from cute_dash.naming import name_type
 from cute_dash.problem import ProblemShape, Window
-from cute_dash.schedule import Schedule, Selector, WorkTile
+from cute_dash.schedule import Schedule, Selector, WorkTile, get_stream_tile
 from cute_dash.traced_int import TracedInt
 
+_T = TypeVar("_T")
+_Places = dict[tuple[int, int, int, int], int]  # (batch_idx, head_idx, m_block, lock value) -> n_block
 _TRACED_TILES = 64  # rule 4 traces so many work tiles, evenly spread, and so many steps of each
 _TRACED_STEPS = 8
+_SAMPLED_CLAIMS = 8192  # `check_sample` asks for about so many work tiles
+_SAMPLED_TILES = 512  # of at most so many it asks for all steps, and of so many dQ tiles for all additions:
+_SAMPLED_STEPS = 2**14  # for about so many steps and so many additions in all
 MAX_STEPS = 20_000_000  # about a minute, and 2 GB
 
 
@@ -95,12 +103,19 @@ def check(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = N
         TooManyStepsError: the shape has more than MAX_STEPS steps.
     """
     _check_size(shape)
-    try:
+    with _as_schedule_error(schedule):
         _check_rules(schedule, shape, resident_ctas)
+
+
+@contextmanager
+def _as_schedule_error(schedule: Schedule, where: str = "") -> Iterator[None]:
+    """Whatever a user's methods raise becomes a ScheduleError; `where`: what its message begins with."""
+    try:
+        yield
     except ScheduleError:
         raise
     except Exception as error:
-        raise ScheduleError(describe_failure(error, schedule)) from error
+        raise ScheduleError(where + describe_failure(error, schedule)) from error
 
 
 def _check_size(shape: ProblemShape) -> None:
@@ -127,7 +142,7 @@ def _check_rules(schedule: Schedule, shape: ProblemShape, resident_ctas: int | N
     _check_repeatable(schedule, shape, orders)
     if given.batch_invariant:
         _check_batch_invariant(given, shape, orders)
-    _check_traceable(schedule, shape, orders)
+    _check_traceable(schedule, shape, dict(enumerate(orders)))
 
 
 def find_violation(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = None) -> str | None:
@@ -209,22 +224,24 @@ def _check_coverage(schedule: Schedule, shape: ProblemShape) -> list[TileOrder]:
     """Expand the schedule tile by tile, checking each before it is trusted with the next call."""
     orders: list[TileOrder] = []
     claims: dict[WorkTile, int] = {}
-    places: dict[tuple[int, int, int, int], int] = {}
+    places: _Places = {}
     for work_idx in range(shape.num_work_tiles):
-        try:
+        with _as_schedule_error(schedule, f"rule 1 (coverage): work_idx {work_idx}: "):
             tile = schedule.get_work_tile(work_idx, shape)
             _check_tile(work_idx, tile, claims, shape)
-            _check_num_steps(schedule.get_num_steps(tile, shape), tile, shape)
-            order = _expand_tile(schedule, tile, shape)
-        except ScheduleError:
-            raise
-        except Exception as error:
-            message = f"rule 1 (coverage): work_idx {work_idx}: {describe_failure(error, schedule)}"
-            raise ScheduleError(message) from error
-        _check_loop_order(order, shape)
-        _check_accumulation_order(order, places, shape)
-        orders.append(order)
+            orders.append(_check_steps(schedule, tile, places, shape))
     return orders
+
+
+def _check_steps(schedule: Schedule, tile: WorkTile, places: _Places, shape: ProblemShape) -> TileOrder:
+    """The tile with its orders, which are right; `places`: what has been seen so far."""
+    _check_num_steps(schedule.get_num_steps(tile, shape), tile, shape)
+    order = _expand_tile(schedule, tile, shape)
+    _check_loop_order(order, shape)
+    for step, m_block in enumerate(order.m_blocks):
+        where = f"{_describe(tile)}, m_block={m_block} (step {step})"
+        _check_place(where, tile, m_block, order.lock_values[step], order.lock_counts[step], places, shape)
+    return order
 
 
 def _check_tile(work_idx: int, tile: WorkTile, claims: dict[WorkTile, int], shape: ProblemShape) -> None:
@@ -271,36 +288,38 @@ def _check_loop_order(order: TileOrder, shape: ProblemShape) -> None:
             )
 
 
-def _check_accumulation_order(
-    order: TileOrder, places: dict[tuple[int, int, int, int], int], shape: ProblemShape
+def _check_place(
+    where: str,
+    tile: WorkTile,
+    m_block: int,
+    value: int,
+    count: int,
+    places: _Places,
+    shape: ProblemShape,
 ) -> None:
-    """`places` maps (batch_idx, head_idx, m_block, lock value) to the n_block that took it."""
-    tile = order.tile
-    for step, m_block in enumerate(order.m_blocks):
-        value, count = order.lock_values[step], order.lock_counts[step]
-        where = f"{_describe(tile)}, m_block={m_block} (step {step})"
-        expected = shape.get_n_block_max(m_block) - shape.get_n_block_min(m_block)
-        if type(count) is not int or count != expected:
-            raise ScheduleError(
-                f"rule 1 (coverage): {where}: get_lock_count gives {_show(count)}, but {expected} n_blocks add to this "
-                "dQ tile"
-            )
-        if not _is_index(value, count):
-            raise ScheduleError(
-                f"rule 1 (coverage): {where}: get_lock_value gives {_show(value)}; allowed: ints in [0, {count}), one "
-                f"for each n_block that the mask leaves this m_block"
-            )
-        other = places.setdefault((tile.batch_idx, tile.head_idx, m_block, value), tile.n_block)
-        if other != tile.n_block:
-            raise ScheduleError(
-                f"rule 1 (coverage): {where}: get_lock_value gives {value}, as to n_block={other}; "
-                f"it must number the {count} n_blocks that add to a dQ tile 0 to {count - 1}, each once"
-            )
+    """Lock value and count of one addition, at `where` for a message."""
+    expected = shape.get_n_block_max(m_block) - shape.get_n_block_min(m_block)
+    if type(count) is not int or count != expected:
+        raise ScheduleError(
+            f"rule 1 (coverage): {where}: get_lock_count gives {_show(count)}, but {expected} n_blocks add to this "
+            "dQ tile"
+        )
+    if not _is_index(value, count):
+        raise ScheduleError(
+            f"rule 1 (coverage): {where}: get_lock_value gives {_show(value)}; allowed: ints in [0, {count}), one "
+            f"for each n_block that the mask leaves this m_block"
+        )
+    other = places.setdefault((tile.batch_idx, tile.head_idx, m_block, value), tile.n_block)
+    if other != tile.n_block:
+        raise ScheduleError(
+            f"rule 1 (coverage): {where}: get_lock_value gives {value}, as to n_block={other}; "
+            f"it must number the {count} n_blocks that add to a dQ tile 0 to {count - 1}, each once"
+        )
 
 
 def _show(value: object) -> str:
     """For a message; of what is no int also its type, which its repr may not tell."""
-    return repr(value) if type(value) is int or value is None else f"{value!r} of type {type(value).__name__}"
+    return repr(value) if type(value) is int or value is None else f"{value!r} of type {name_type(value)}"
 
 
 def _is_index(value: object, extent: int) -> bool:
@@ -321,6 +340,12 @@ def _check_residency(schedule: Schedule, shape: ProblemShape, resident_ctas: int
             f"there are {resident_ctas}"
         )
     return needed
+
+
+_PROGRESS_ADVICE = (
+    "To put it right, let get_work_tile claim tiles in the order in which get_lock_value lets them add, or "
+    "min_resident_ctas ask for more CTAs"
+)
 
 
 class _Run:
@@ -380,8 +405,7 @@ def _check_progress(orders: list[TileOrder], num_ctas: int) -> None:
     raise ScheduleError(
         f"rule 2 (progress): deadlock with {num_ctas} resident CTAs: {_describe(tile)} (work_idx {stuck}) waits "
         f"at step {step} for lock value {value} of m_block={m_block}, which stands at {turn}; "
-        f"n_block={orders[blocker].tile.n_block}, whose turn it is, {state}. To put it right, let get_work_tile claim "
-        f"tiles in the order in which get_lock_value lets them add, or min_resident_ctas ask for more CTAs"
+        f"n_block={orders[blocker].tile.n_block}, whose turn it is, {state}. {_PROGRESS_ADVICE}"
     )
 
 
@@ -425,6 +449,10 @@ def check_value_object(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"rule 3 (purity): {type(schedule).__name__}.{name} is {_show(value)}; allowed: {kind.__name__}"
             )
+    if schedule.version < 1:
+        raise ScheduleError(
+            f"rule 3 (purity): {type(schedule).__name__}.version is {schedule.version}; allowed: an int of at least 1"
+        )
 
 
 def _find_fields_without_equality(schedule: Any) -> list[str]:
@@ -465,8 +493,8 @@ def _check_batch_invariant(schedule: Schedule, shape: ProblemShape, orders: list
     schedule = _select(schedule, shape)
     if not schedule.can_implement(shape):
         raise ScheduleError(f"rule 3 (purity): {schedule.name!r} says batch_invariant, but cannot implement {shape}")
-    tiles = (WorkTile(n_block, head_idx=0, batch_idx=0) for n_block in range(shape.num_n_blocks))
-    alone = [_expand_tile(schedule, tile, shape) for tile in tiles]
+    n_blocks = {order.tile.n_block for order in orders}
+    alone = {n_block: _expand_tile(schedule, WorkTile(n_block, 0, 0), shape) for n_block in n_blocks}
     for order in orders:
         _check_same_order(order, alone[order.tile.n_block], "in this batch", "alone, though it says batch_invariant")
 
@@ -497,22 +525,19 @@ def _step_pairs(order: TileOrder, other: TileOrder) -> Iterator[dict[str, tuple[
 # Rule 4
 
 
-def _check_traceable(schedule: Schedule, shape: ProblemShape, orders: list[TileOrder]) -> None:
-    """Run a sample on traced ints; the methods are branch-free, so every line of them runs at the first tile."""
+def _check_traceable(schedule: Schedule, shape: ProblemShape, orders: Mapping[int, TileOrder]) -> None:
+    """Run a sample of the orders, by work_idx, on traced ints.
+
+    The methods are branch-free, so every line of them runs at the first tile.
+    """
     names = ("batch", "num_heads", "seqlen_q", "seqlen_k", "group_size")
     extents: Any = {name: TracedInt(getattr(shape, name)) for name in names}
     if shape.window is not None:
         extents["window"] = Window(*map(_trace, shape.window))
     traced_shape = dataclasses.replace(shape, **extents)
-    for work_idx in _spread(len(orders), _TRACED_TILES):
-        order = orders[work_idx]
-        try:
+    for work_idx, order in _take(list(orders.items()), _TRACED_TILES):
+        with _as_schedule_error(schedule, f"rule 4 (traceable): {_describe(order.tile)}: "):
             _check_traced_tile(schedule, traced_shape, work_idx, order)
-        except ScheduleError:
-            raise
-        except Exception as error:
-            message = f"rule 4 (traceable): {_describe(order.tile)}: {describe_failure(error, schedule)}"
-            raise ScheduleError(message) from error
 
 
 def _check_traced_tile(schedule: Schedule, traced_shape: ProblemShape, work_idx: int, order: TileOrder) -> None:
@@ -551,3 +576,124 @@ def _spread(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return [i * (count - 1) // (most - 1) for i in range(most)]
+
+
+def _take(items: Sequence[_T], most: int) -> list[_T]:
+    """At most `most` items, spread likewise."""
+    return [items[i] for i in _spread(len(items), most)]
+
+
+# A sample of a shape that is too large to be enumerated
+
+
+def check_sample(schedule: Schedule, shape: ProblemShape) -> None:
+    """Looks for violations in a sample of a shape of any size, in about half a second.
+
+    Of claims, of work tiles with all their steps and of dQ tiles with all that add to them, spread evenly from the
+    first to the last, of which the last batch_idx, head_idx and block are part:
+
+    * rule 1. Lock values of a dQ tile are a permutation; two claims of a tile are found if both are in the sample.
+    * rule 2 where one resident CTA is to be enough: what adds to a dQ tile is claimed in the order of the lock values.
+    * rule 3 for a schedule that says batch_invariant.
+    * rule 4, that all fits 32 bits included.
+
+    A tile of more than 16,384 steps or additions, which a million tokens make, is left out.
+
+    Raises:
+        ScheduleError: as `check`.
+    """
+    with _as_schedule_error(schedule):
+        _check_sampled_rules(schedule, shape)
+
+
+def _check_sampled_rules(given: Schedule, shape: ProblemShape) -> None:
+    schedule = _select(given, shape)
+    places: _Places = {}
+    claims = _check_sampled_claims(schedule, shape)
+    orders = _check_sampled_tiles(schedule, shape, claims, places)
+    needs_one_cta = schedule.ordered and _check_residency(schedule, shape, None) == 1
+    _check_sampled_dq_tiles(schedule, shape, claims if needs_one_cta else {}, places)
+    if given.batch_invariant:
+        _check_batch_invariant(given, shape, list(orders.values()))
+    _check_traceable(schedule, shape, {claims[tile]: order for tile, order in orders.items() if tile in claims})
+
+
+def _check_sampled_claims(schedule: Schedule, shape: ProblemShape) -> dict[WorkTile, int]:
+    """Work tiles with their work_idx: the first and the last ones in a row, and some spread over all."""
+    total, third = shape.num_work_tiles, _SAMPLED_CLAIMS // 3
+    claims: dict[WorkTile, int] = {}
+    for work_idx in sorted({*range(min(third, total)), *range(max(total - third, 0), total), *_spread(total, third)}):
+        with _as_schedule_error(schedule, f"rule 1 (coverage): work_idx {work_idx}: "):
+            _check_tile(work_idx, schedule.get_work_tile(work_idx, shape), claims, shape)
+    return claims
+
+
+def _check_sampled_tiles(
+    schedule: Schedule, shape: ProblemShape, claims: Mapping[WorkTile, int], places: _Places
+) -> dict[WorkTile, TileOrder]:
+    """Loop and accumulation order of some tiles spread over the claims, and of some spread over the streams."""
+
+    def count_steps(tile: WorkTile) -> int:
+        return shape.get_m_block_max(tile.n_block) - shape.get_m_block_min(tile.n_block)
+
+    indices = _spread(shape.num_work_tiles, _SAMPLED_TILES)
+    in_streams = [get_stream_tile(i % shape.num_n_blocks, i // shape.num_n_blocks, shape) for i in indices]
+    orders = {}
+    for tiles in (_take(list(claims), _SAMPLED_TILES), in_streams):
+        for tile in _afford(tiles, count_steps, _SAMPLED_STEPS // 2):
+            with _as_schedule_error(schedule, f"rule 1 (coverage): {_describe(tile)}: "):
+                orders[tile] = _check_steps(schedule, tile, places, shape)
+    return orders
+
+
+def _check_sampled_dq_tiles(
+    schedule: Schedule, shape: ProblemShape, claims: Mapping[WorkTile, int], places: _Places
+) -> None:
+    """All that add to some dQ tiles; `claims`, by work_idx, must be in the order of the lock values."""
+
+    def count_additions(index: int) -> int:
+        m_block = index % shape.num_m_blocks
+        return shape.get_n_block_max(m_block) - shape.get_n_block_min(m_block)
+
+    indices = _spread(shape.num_streams * shape.num_m_blocks, _SAMPLED_TILES)
+    for index in _afford(indices, count_additions, _SAMPLED_STEPS):
+        stream, m_block = divmod(index, shape.num_m_blocks)
+        with _as_schedule_error(schedule, f"rule 1 (coverage): m_block={m_block} of stream {stream}: "):
+            in_turn = _check_additions(schedule, stream, m_block, places, shape)
+        _check_claimed_in_turn([tile for tile in in_turn if tile in claims], m_block, claims)
+
+
+def _check_additions(
+    schedule: Schedule, stream: int, m_block: int, places: _Places, shape: ProblemShape
+) -> list[WorkTile]:
+    """All tiles that add to a dQ tile, in the order of their lock values, which are right."""
+    tiles = {}
+    for n_block in range(shape.get_n_block_min(m_block), shape.get_n_block_max(m_block)):
+        tile = get_stream_tile(n_block, stream, shape)
+        value = schedule.get_lock_value(m_block, tile, shape)
+        count = schedule.get_lock_count(m_block, tile, shape)
+        _check_place(f"{_describe(tile)}, m_block={m_block}", tile, m_block, value, count, places, shape)
+        tiles[value] = tile
+    return [tiles[value] for value in range(len(tiles))]
+
+
+def _check_claimed_in_turn(in_turn: Sequence[WorkTile], m_block: int, claims: Mapping[WorkTile, int]) -> None:
+    """One CTA alone must be done with a tile before it claims the next."""
+    for first, second in itertools.pairwise(in_turn):
+        if claims[first] > claims[second]:
+            raise ScheduleError(
+                f"rule 2 (progress): deadlock with 1 resident CTAs: {_describe(second)} (work_idx {claims[second]}) "
+                f"waits at m_block={m_block} for {_describe(first)}, which is claimed later (work_idx {claims[first]}) "
+                f"and adds before it. {_PROGRESS_ADVICE}"
+            )
+
+
+def _afford(items: Sequence[_T], cost: Callable[[_T], int], budget: int) -> list[_T]:
+    """As many of the items, spread likewise, as the budget pays for; at least the first and the last.
+
+    Items that alone cost more than _SAMPLED_STEPS are left out in any case.
+    """
+    chosen = list(items)
+    while len(chosen) > 2 and sum(map(cost, chosen)) > budget:
+        chosen = _take(chosen, max(len(chosen) * 3 // 4, 2))
+    return [item for item in chosen if cost(item) <= _SAMPLED_STEPS]

@@ -191,9 +191,8 @@ def _add_shape(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--window",
         type=_window,
-        default=(-1, -1),
         metavar="LEFT,RIGHT",
-        help="sliding window of so many keys on each side of a query, inf for no limit: 1k,0; default: none",
+        help="sliding window of so many keys on each side of a query, inf or -1 for no limit: 1k,0; default: none",
     )
     group.add_argument("--seqlen-q", type=_tokens, default=2048, metavar="TOKENS", help="e.g. 1000 or 4k (default: 2k)")
     group.add_argument("--seqlen-k", type=_tokens, metavar="TOKENS", help="default: as seqlen-q")
@@ -296,11 +295,14 @@ def _tokens(text: str) -> int:
 
 
 def _window(text: str) -> tuple[int, int]:
-    """ "1k,0" -> (1024, 0); "inf" is -1, no limit."""
+    """ "1k,0" -> (1024, 0); "inf" and "-1" are -1, no limit."""
     try:
         left, right = (_window_side(side) for side in text.split(","))
     except ValueError:
-        message = f"invalid window {text!r}: it must be LEFT,RIGHT in tokens, at least 0 or inf, such as 1k,0"
+        message = (
+            f"invalid window {text!r}: it must be LEFT,RIGHT in tokens, each at least 0, or inf or -1 for no limit, "
+            "such as 1k,0"
+        )
         raise argparse.ArgumentTypeError(message) from None
     return left, right
 
@@ -333,8 +335,8 @@ def _time(text: str) -> float:
 def _shape(args: argparse.Namespace) -> ProblemShape:
     """The problem that the shape options describe, in the kernel's tiles."""
     seqlen_k = args.seqlen_k or args.seqlen_q
-    mask = args.mask or ("causal" if args.window == (-1, -1) else "full")
-    causal, window = normalize_mask(mask == "causal", args.window, args.seqlen_q, seqlen_k)
+    mask = args.mask or ("causal" if args.window is None else "full")
+    causal, window = normalize_mask(mask == "causal", args.window or (-1, -1), args.seqlen_q, seqlen_k)
     kv_heads = args.kv_heads or args.heads
     if args.heads % kv_heads:
         raise UsageError(f"--kv-heads {kv_heads} does not divide --heads {args.heads}")

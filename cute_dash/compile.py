@@ -13,7 +13,8 @@ digest last, so that readers and other writers see whole entries or none; an ent
 does not load is ignored and written anew.
 
 Environment: CUTE_DASH_CACHE_DIR moves the folder (default: $XDG_CACHE_HOME/cute-dash or ~/.cache/cute-dash),
-CUTE_DASH_CACHE=0 turns the disk off, CUTE_DASH_QUIET=1 silences the progress lines on stderr.
+CUTE_DASH_CACHE=0 turns the disk off, CUTE_DASH_QUIET=1 silences the progress lines on stderr. These two are 0 or 1;
+other values have no effect but a warning. What is empty is not set.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -120,11 +122,20 @@ def compile_backward(
 
 def cache_dir() -> Path | None:
     """Folder of the on-disk cache, or None where CUTE_DASH_CACHE=0 turns it off. Not created by this call."""
-    if os.environ.get("CUTE_DASH_CACHE") == "0":
+    if not _is_on("CUTE_DASH_CACHE", os.environ.get("CUTE_DASH_CACHE"), default=True):
         return None
-    if "CUTE_DASH_CACHE_DIR" in os.environ:
-        return Path(os.environ["CUTE_DASH_CACHE_DIR"])
+    if folder := os.environ.get("CUTE_DASH_CACHE_DIR"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute-dash"
+
+
+def _is_on(name: str, value: str | None, default: bool) -> bool:
+    """A switch of the environment; a value that it does not have is warned of, and the default taken."""
+    if value in ("0", "1"):
+        return value == "1"
+    if value:
+        warnings.warn(f"{name}={value!r} has no effect; allowed: 0 or 1 (default: {int(default)})", stacklevel=2)
+    return default
 
 
 def build(key: CompileKey, options: str = "") -> Any:
@@ -318,5 +329,5 @@ def _packages() -> list[Path]:
 
 
 def _progress(message: str) -> None:
-    if os.environ.get("CUTE_DASH_QUIET") != "1":
+    if not _is_on("CUTE_DASH_QUIET", os.environ.get("CUTE_DASH_QUIET"), default=False):
         print(f"cute-dash: {message}", file=sys.stderr, flush=True)

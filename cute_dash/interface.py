@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_dash import ops, validation
+from cute_dash.naming import name_type
 from cute_dash.ops import ScheduleRecord as ScheduleRecord
 from cute_dash.ops import last_schedule as last_schedule
 from cute_dash.schedule import Schedule
@@ -221,18 +222,30 @@ def attention_varlen_backward(
 
 
 def _to_int(name: str, value: int | Tensor) -> int:
-    """A length that may be a 0-d tensor of an integer dtype, or numpy's."""
+    """A length that may be a 0-d tensor of an integer dtype, or numpy's; at most `MAX_LENGTH`."""
     if isinstance(value, Tensor):
-        if value.ndim != 0 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(
-                f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; allowed: an int or 0-d tensor"
-            )
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
+        value = _read_length(name, value)
+    elif not isinstance(value, torch.SymInt) and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}; allowed: an int, or a 0-d tensor of an integer dtype"
+            f"{name}={value!r} is a {name_type(value)}; allowed: an int, or a 0-d tensor of an integer dtype"
         )
-    return value if isinstance(value, int | torch.SymInt) else int(value)
+    value = value if isinstance(value, int | torch.SymInt) else int(value)
+    if torch.compiler.is_compiling() or isinstance(value, torch.SymInt):  # a comparison would make it a constant
+        return value
+    if value < 0:
+        raise ValueError(f"{name}={value}; allowed: at least 0")
+    return min(value, validation.MAX_LENGTH)
+
+
+def _read_length(name: str, value: Tensor) -> int:
+    if value.ndim != 0 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(
+            f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; allowed: an int, or a 0-d tensor of an "
+            "integer dtype"
+        )
+    if value.device.type == "meta":
+        raise ValueError(f"{name} is on {value.device}; allowed: an int, or a 0-d tensor on cpu or cuda, to be read")
+    return int(value)
 
 
 def _check_options(

@@ -7,6 +7,7 @@ installation. Other distributions register a Schedule object under the entry-poi
 import difflib
 import os
 import pkgutil
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module, invalidate_caches
 from importlib.metadata import EntryPoint, entry_points
@@ -41,6 +42,11 @@ class UnsupportedShapeError(ValueError):
     def __init__(self, name: str, shape: ProblemShape, reason: str) -> None:
         super().__init__(f"schedule={name!r} cannot implement {shape}: it {reason}")
         self.reason = reason
+        self._arguments = name, shape, reason
+
+    def __reduce__(self) -> tuple[type["UnsupportedShapeError"], tuple[str, ProblemShape, str]]:
+        """For pickle, which else calls the class with the message alone."""
+        return type(self), self._arguments
 
 
 def available() -> list[str]:
@@ -100,10 +106,9 @@ def resolve(spec: str | Schedule, shape: ProblemShape) -> Schedule:
         ValueError: as `load`, and if the schedule cannot implement `shape` (UnsupportedShapeError) or its methods raise
             (ScheduleError).
     """
-    given = schedule = load(spec)
+    given = load(spec)
+    schedule = _select(given, shape)
     try:
-        if isinstance(schedule, Selector):
-            schedule = schedule.select(shape)
         answer = schedule.can_implement(shape)
         reason = None if answer else _describe_refusal(schedule, shape)
     except Exception as error:  # a user's methods can raise anything
@@ -113,6 +118,17 @@ def resolve(spec: str | Schedule, shape: ProblemShape) -> Schedule:
     if reason is not None:
         raise UnsupportedShapeError(schedule.name, shape, reason)
     return schedule
+
+
+def _select(given: Schedule, shape: ProblemShape) -> Schedule:
+    """The schedule itself, or what it selects."""
+    if not isinstance(given, Selector):
+        return given
+    try:
+        selected = given.select(shape)
+    except Exception as error:  # a user's methods can raise anything
+        raise ScheduleError(f"{given.name}: {describe_failure(error, given)}") from error
+    return _with_own_name(_validated(selected, f"{given.name}: what it selects"), f"{given.name}: what it selects")
 
 
 def resolve_varlen(spec: str | Schedule, longest: ProblemShape) -> Schedule:
@@ -224,14 +240,7 @@ def _load_attribute(spec: str) -> Schedule:
         raise _attribute_error(spec, module_name, error) from error
     if not hasattr(module, attribute):
         raise ValueError(f"schedule={spec!r}: module {module_name!r} has no attribute {attribute!r}")
-    schedule = _validated(getattr(module, attribute), f"schedule={spec!r}")
-    own_module = f"{PACKAGE}.{schedule.name}"
-    if schedule.name in _packaged() and type(schedule).__module__ != own_module:
-        raise ValueError(
-            f"schedule={spec!r} calls itself {schedule.name!r}, which {PACKAGE}/{schedule.name}.py is; name and "
-            f"version say what the bits depend on, so it must have a name of its own"
-        )
-    return schedule
+    return _with_own_name(_validated(getattr(module, attribute), f"schedule={spec!r}"), f"schedule={spec!r}")
 
 
 def _attribute_error(spec: str, module_name: str, error: BaseException) -> ValueError:
@@ -266,7 +275,21 @@ def _validated_object(schedule: object) -> Schedule:
     missing = missing_members(schedule)
     if len(missing) == len(_MEMBERS):
         raise TypeError(f"schedule={schedule!r} must be a name, 'module:ATTR' or a Schedule")
-    return _validated(schedule, f"schedule={schedule!r}")
+    return _with_own_name(_validated(schedule, f"schedule={schedule!r}"), f"schedule={schedule!r}")
+
+
+def _with_own_name(schedule: Schedule, what: str) -> Schedule:
+    """The schedule, unless it has the name of a file in the package whose SCHEDULE is of another class."""
+    name = schedule.name
+    if type(schedule).__module__ == f"{PACKAGE}.{name}" or name not in _packaged():
+        return schedule
+    with suppress(ScheduleFileError):
+        if type(schedule) is type(_load_packaged(name)):  # a file may take its schedule from elsewhere
+            return schedule
+    raise ValueError(
+        f"{what} calls itself {name!r}, which {PACKAGE}/{name}.py is; name and version say what the bits depend on, so "
+        "it must have a name of its own"
+    )
 
 
 def _validated(schedule: object, what: str) -> Schedule:
@@ -290,7 +313,7 @@ def _with_name(name: str, schedule: Schedule) -> Schedule:
 
 
 def _describe_unknown(name: str) -> str:
-    known = available()
+    known = list(load_all()[0])
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"unknown schedule {name!r}: {hint}known are {', '.join(known)}"

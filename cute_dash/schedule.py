@@ -6,10 +6,11 @@ frozen dataclass of branch-free integer arithmetic (`cute_dash.ints`), executed 
 into the kernel. `cute_dash.check` proves the rules stated here for a given shape.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from cute_dash.ints import maximum, minimum
+from cute_dash.naming import name_type
 from cute_dash.problem import ProblemShape
 
 
@@ -129,13 +130,31 @@ def get_stream_tile(n_block: int, stream: int, shape: ProblemShape) -> WorkTile:
     return WorkTile(n_block, stream - batch_idx * shape.num_heads, batch_idx)
 
 
+def check_int_field(schedule: object, name: str, least: int | None = None, allowed: str = "") -> None:
+    """Raises TypeError or ValueError unless a field of a schedule is an int, `least` or more.
+
+    No bool and none of numpy's: fields are part of the compiled kernel's key, with their types.
+
+    Args:
+        allowed: for the message; default: an int, of at least `least`.
+    """
+    value = getattr(schedule, name)
+    allowed = allowed or ("an int" if least is None else f"an int of at least {least}")
+    if type(value) is not int:
+        message = f"{type(schedule).__name__}: {name}={value!r} is a {name_type(value)}; allowed: {allowed}"
+        raise TypeError(message)
+    if least is not None and value < least:
+        raise ValueError(f"{type(schedule).__name__}: {name}={value}; allowed: {allowed}")
+
+
 @dataclass(frozen=True)
 class DenseSchedule(CompileTimeHandle):
     """Defaults of an ordered, batch-invariant schedule: ascending loop, ascending accumulation.
 
     For masks that leave a KV tile a range of m_blocks, a Q tile a range of n_blocks: full, causal, sliding windows.
 
-    A subclass sets `name` and overrides the orders it changes. With these defaults every wait is on a tile claimed
+    A subclass sets `name` and overrides the orders it changes; its fields that are said to be ints must be ints. With
+    these defaults every wait is on a tile claimed
     earlier, so one resident CTA is enough.
 
     Attributes:
@@ -151,8 +170,10 @@ class DenseSchedule(CompileTimeHandle):
     batch_invariant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.heads_per_group < 0:
-            raise ValueError(f"heads_per_group={self.heads_per_group} must be at least 1, or 0 for a choice by shape")
+        for field in fields(self):
+            if field.type in (int, "int"):
+                check_int_field(self, field.name)
+        check_int_field(self, "heads_per_group", 0, "an int of at least 1, or 0 for a choice by shape")
 
     def can_implement(self, shape: ProblemShape) -> bool:
         """Host only: every shape."""

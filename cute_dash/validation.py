@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_dash.check import check
+from cute_dash.check import check, check_sample
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
+from cute_dash.naming import name_type
 from cute_dash.problem import ProblemShape, Window, normalize_mask
-from cute_dash.registry import resolve, resolve_varlen
+from cute_dash.registry import UnsupportedShapeError, resolve, resolve_varlen
 from cute_dash.schedule import DenseSchedule, Schedule
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (*_CUDA_DTYPES, torch.float32)
 MAX_PROVEN_STEPS = 50_000
+_PART_STEPS = 35_000  # of what is proved of a larger problem, which leaves time for a sample of all of it
 # defined here and not found by looking, so that a file that a user adds to the package is not taken for a tested one
 TESTED_SCHEDULES = frozenset(
     ("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid", "unordered")
@@ -30,42 +32,42 @@ TESTED_SCHEDULES = frozenset(
 _TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
 MAX_TILES = 2**30  # the kernel numbers tiles in 32 bits, and the sum of two numbers has to fit
 MAX_VARLEN_TILES = 2**23  # of a head: the kernel finds a sequence's statistics, 2**8 elements a tile, in 32 bits
-_MAX_SIDE = 2**31 - 1  # of a window: beyond every sequence, so no limit; larger numbers would not fit an op's schema
+MAX_LENGTH = 2**31 - 1  # beyond every sequence, so no limit; larger numbers would not fit an op's schema
 # in the sequence dim of a tensor: two lengths and a tile add up in 32 bits, and with cu_seqlens the kernel tells the
 # end of a sequence by coordinates around 2**30
 MAX_TOKENS = 2**30 - 2**16
-_MAX_SCALE = torch.finfo(torch.float32).max
+_MIN_SCALE, _MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _HOPPER = (9, 0)
 
 
 def check_scale(softmax_scale: float | None) -> None:
     """None for the default, or a number above 0, finite in fp32: forward kernels take the row maximum, then scale.
 
-    Comparisons alone, so that torch.compile traces a scale that changes.
+    A GPU may take subnormal numbers for 0, so they are refused, too. Comparisons alone, so that torch.compile traces a
+    scale that changes.
     """
     if softmax_scale is None:
         return
     if not _is_number(softmax_scale, float, numbers.Real):
-        raise TypeError(
-            f"{softmax_scale=} is a {type(softmax_scale).__name__}; allowed: a finite number above 0, or None"
-        )
-    if not 0 < softmax_scale <= _MAX_SCALE:
+        raise TypeError(f"{softmax_scale=} is a {name_type(softmax_scale)}; allowed: a finite number above 0, or None")
+    if not _MIN_SCALE <= softmax_scale <= _MAX_SCALE:
         raise ValueError(
-            f"{softmax_scale=}; allowed: a finite number above 0 (in fp32), or None for 1 / sqrt(head_dim)"
+            f"{softmax_scale=}; allowed: a finite number above 0 (in fp32), at least {_MIN_SCALE:.3g}, or None for "
+            "1 / sqrt(head_dim)"
         )
 
 
 def check_dropout(dropout_p: float) -> None:
     """0: no other value is supported by the interfaces that have the argument."""
     if not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"{dropout_p=} is a {type(dropout_p).__name__}; allowed: 0.0")
+        raise TypeError(f"{dropout_p=} is a {name_type(dropout_p)}; allowed: 0.0")
     if dropout_p != 0:
         raise ValueError(f"{dropout_p=}: dropout is not supported; allowed: 0.0")
 
 
 def check_flag(name: str, flag: bool) -> None:
     if not isinstance(flag, bool):
-        raise TypeError(f"{name}={flag!r} is a {type(flag).__name__}; allowed: True or False")
+        raise TypeError(f"{name}={flag!r} is a {name_type(flag)}; allowed: True or False")
 
 
 def check_window_size(window_size: tuple[int | None, int | None] | None) -> tuple[int, int]:
@@ -86,16 +88,16 @@ def _check_side(side: Any, window_size: object) -> int:
     if side is None:
         return -1
     if not _is_number(side, int, numbers.Integral):
-        raise TypeError(f"{window_size=} holds a {type(side).__name__}; allowed: ints, or None for no limit")
+        raise TypeError(f"{window_size=} holds a {name_type(side)}; allowed: ints, or None for no limit")
     if side < -1:
         raise ValueError(f"{window_size=}; allowed: tokens, at least 0, or -1 for no limit")
-    return min(int(side), _MAX_SIDE)
+    return min(int(side), MAX_LENGTH)
 
 
 def check_softcap(softcap: float) -> None:
     """Only 0: torch's forward passes have no softcap."""
     if not _is_number(softcap, float, numbers.Real):
-        raise TypeError(f"{softcap=} is a {type(softcap).__name__}; allowed: the number 0")
+        raise TypeError(f"{softcap=} is a {name_type(softcap)}; allowed: the number 0")
     if softcap != 0:
         raise ValueError(f"{softcap=}: a softcap is not there yet; allowed: 0")
 
@@ -407,30 +409,61 @@ def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
 def prove(schedule: Schedule, shape: ProblemShape) -> None:
     """Checks a schedule that this package's own tests do not, before a kernel hangs on it or adds in a wrong order.
 
-    Of a problem with more than MAX_PROVEN_STEPS steps a part is checked: fewer streams and, if one is still too long,
-    two of its query heads and its first tokens. It takes about a second.
+    A problem of at most MAX_PROVEN_STEPS steps, those that the mask hides counted, is proved, all of it. Of a larger
+    one every rule is proved for a part, with two sequences and two heads at least where there are as many, and fewer
+    tokens if need be; and of the whole a sample is looked at (`check_sample`), which can miss what only few tiles show.
+    `cute-dash check` proves all of a larger shape, too. It takes about a second.
 
     Raises:
         ScheduleError: a ValueError that names the first rule broken and where.
+        TooManyStepsError: a ValueError: the schedule cannot order the part, and the whole is too large to be proved.
     """
-    check(schedule, _part_to_prove(shape))
+    part = _part_to_prove(shape)
+    if part == shape or not _can_implement(schedule, part):
+        check(schedule, shape)
+    else:
+        check(schedule, part)
+        check_sample(schedule, shape)
+
+
+def _can_implement(schedule: Schedule, shape: ProblemShape) -> bool:
+    try:
+        resolve(schedule, shape)
+    except UnsupportedShapeError:
+        return False
+    return True
 
 
 def _part_to_prove(shape: ProblemShape) -> ProblemShape:
-    steps_per_stream = shape.num_m_blocks * shape.num_n_blocks * shape.group_size
-    if shape.num_streams * steps_per_stream <= MAX_PROVEN_STEPS:
+    """The shape itself if it has few steps; else fewer streams, if need be query heads of a KV head, and tokens."""
+    if _count_tiles(shape) <= MAX_PROVEN_STEPS:
         return shape
-    if steps_per_stream > MAX_PROVEN_STEPS and shape.group_size > 2:
-        return _part_to_prove(replace(shape, group_size=2))
-    seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
-    if steps_per_stream > MAX_PROVEN_STEPS:
-        longest = math.isqrt(MAX_PROVEN_STEPS * shape.tile_m * shape.tile_n // shape.group_size)
-        cut = max(min(seqlen_q, seqlen_k) - longest, 0)  # of both alike: the mask depends on their difference
-        seqlen_q, seqlen_k = min(seqlen_q - cut, 2 * longest), min(seqlen_k - cut, 2 * longest)
+    part = replace(shape, batch=min(shape.batch, 2), num_heads=min(shape.num_heads, 2))
+    if _count_tiles(part) > _PART_STEPS:
+        part = replace(part, group_size=min(shape.group_size, 2))
+    if _count_tiles(part) > _PART_STEPS:
+        part = _shorten(part)
+    part = replace(part, num_heads=_fit(part.num_heads, shape.num_heads, part))
+    return replace(part, batch=_fit(part.batch, shape.batch, part))
+
+
+def _count_tiles(shape: ProblemShape) -> int:
+    """Steps that a problem has, those that the mask hides counted."""
+    return shape.num_streams * shape.group_size * shape.num_m_blocks * shape.num_n_blocks
+
+
+def _fit(least: int, most: int, part: ProblemShape) -> int:
+    """How large an extent of the part, `least` so far, can be."""
+    return max(least, min(most, least * _PART_STEPS // _count_tiles(part)))
+
+
+def _shorten(shape: ProblemShape) -> ProblemShape:
+    """With fewer tokens, about _PART_STEPS steps, and the same mask."""
+    longest = math.isqrt(_PART_STEPS * shape.tile_m * shape.tile_n // (shape.num_streams * shape.group_size))
+    cut = max(min(shape.seqlen_q, shape.seqlen_k) - longest, 0)  # of both alike: the mask depends on their difference
+    seqlen_q, seqlen_k = min(shape.seqlen_q - cut, 2 * longest), min(shape.seqlen_k - cut, 2 * longest)
     window = shape.window and Window(min(shape.window.left, seqlen_k - 1), min(shape.window.right, seqlen_q - 1))
-    part = replace(shape, batch=1, num_heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window)
-    num_heads = MAX_PROVEN_STEPS // (part.num_m_blocks * part.num_n_blocks * part.group_size)
-    return replace(part, num_heads=max(min(num_heads, shape.num_streams), 1))
+    return replace(shape, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window)
 
 
 def _check_dtype(name: str, x: Tensor) -> None:

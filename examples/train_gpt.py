@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cute_dash import flash_attn_func, interface
+from cute_dash import flash_attn_func, interface, validation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,9 +148,20 @@ class Row(NamedTuple):
     hash: str  # of the weights after the update
 
 
+def check_schedule(schedule: str, device: torch.device) -> None:
+    """Raises ValueError or ImportError if the model's attention cannot run with it."""
+    config = get_config(device)
+    x = torch.empty(config.batch, config.seqlen, config.width // HEAD_DIM, HEAD_DIM, device=device)  # (B, T, H, D)
+    validation.resolve_schedule(schedule, x, x, causal=True)
+
+
+def get_config(device: torch.device) -> Config:
+    return GPU_CONFIG if device.type == "cuda" else CPU_CONFIG
+
+
 def train(device: torch.device, schedule: str, seed: int, steps: int) -> Iterator[tuple[Row, float]]:
     """Yields each step's row and its tokens per second (without the hashing)."""
-    config = GPU_CONFIG if device.type == "cuda" else CPU_CONFIG
+    config = get_config(device)
     training, validation = read_corpus()
     model = GPT(config, schedule).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -172,7 +183,10 @@ def train(device: torch.device, schedule: str, seed: int, steps: int) -> Iterato
 
 def read_rows(path: str) -> list[Row]:
     with open(path, newline="") as file:
-        lines = list(csv.reader(file))
+        try:
+            lines = list(csv.reader(file))
+        except (UnicodeDecodeError, csv.Error):
+            lines = []
     if len(lines) < 2 or lines[0] != list(Row._fields) or any(len(line) != len(Row._fields) for line in lines):
         raise ValueError(f"{path} is not the record of a run; allowed: a file that --out wrote")
     return [Row(*line) for line in lines[1:]]
@@ -257,6 +271,10 @@ def main(argv: list[str] | None = None) -> int:
     make_deterministic(args.seed)
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     device = torch.device(args.device or ("cuda" if is_hopper else "cpu"))
+    try:
+        check_schedule(args.schedule, device)
+    except (ImportError, ValueError) as error:
+        parser.error(str(error))
     with open(args.out or os.devnull, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)

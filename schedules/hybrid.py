@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from cute_dash.ints import ceil_div, minimum, where
 from cute_dash.problem import ProblemShape
-from cute_dash.schedule import DenseSchedule, WorkTile, get_stream_tile, get_tile_in_window
+from cute_dash.schedule import DenseSchedule, WorkTile, check_int_field, get_stream_tile, get_tile_in_window
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Hybrid(DenseSchedule):
 
     name: ClassVar[str] = "hybrid"
     batch_invariant: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int_field(self, "tail_tiles", least=0)
 
     def get_num_main_streams(self, shape: ProblemShape) -> int:
         """How many streams run shortest first; the others are the tail."""

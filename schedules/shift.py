@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from cute_dash.ints import minimum, wrap
 from cute_dash.problem import ProblemShape
-from cute_dash.schedule import DenseSchedule, WorkTile
+from cute_dash.schedule import DenseSchedule, WorkTile, check_int_field
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,13 @@ class Shift(DenseSchedule):
 
     name: ClassVar[str] = "shift"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int_field(self, "window", least=1)
+
     def can_implement(self, shape: ProblemShape) -> bool:
         """Host only: full masks."""
-        return self.window >= 1 and shape.mask == "full"
+        return shape.mask == "full"
 
     def get_window(self, shape: ProblemShape) -> int:
         """Tiles of a ring: no more than m_blocks, or two tiles would start on the same one."""

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from cute_dash.ints import ceil_div, maximum, minimum, where, wrap
 from cute_dash.problem import ProblemShape
-from cute_dash.schedule import DenseSchedule, WorkTile, get_stream_tile, get_tile_in_window
+from cute_dash.schedule import DenseSchedule, WorkTile, check_int_field, get_stream_tile, get_tile_in_window
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,13 @@ class SymmetricShift(DenseSchedule):
 
     name: ClassVar[str] = "symmetric_shift"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int_field(self, "window", least=1)
+
     def can_implement(self, shape: ProblemShape) -> bool:
         """Host only: causal masks."""
-        return self.window >= 1 and shape.mask == "causal"
+        return shape.mask == "causal"
 
     def get_heads_per_group(self, shape: ProblemShape) -> int:
         """Streams of a group: the field, or so many that their long tiles fill a wave of 128 CTAs.

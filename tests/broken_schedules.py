@@ -72,7 +72,7 @@ MISTAKES = TRACED | {
     "None": Mistake(LOCK + "pass", r"rule 1 .*get_lock_value gives None; allowed: ints in \[0, 1\)"),
     "numpy": Mistake(
         LOCK + f"return np.int64(tile.n_block - {SEEN})",
-        r"rule 1 .*get_lock_value gives .*0.* of type int64; allowed: ints",
+        r"rule 1 .*get_lock_value gives .*0.* of type numpy.int64; allowed: ints",
     ),
     "bool": Mistake(
         "def get_num_steps(self, tile, shape):\n    return True", r"rule 1 .*get_num_steps gives True of type bool, but"

@@ -188,6 +188,23 @@ def test_switched_off_it_reads_and_writes_nothing(cache, builds, tmp_path, monke
     assert builds == [KEY, KEY]
 
 
+def test_a_switch_is_0_or_1(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(tmp_path))
+    for value, folder in (("0", None), ("1", tmp_path), ("", tmp_path)):
+        monkeypatch.setenv("CUTE_DASH_CACHE", value)
+        assert compile_module.cache_dir() == folder
+    monkeypatch.setenv("CUTE_DASH_CACHE", "maybe")
+    with pytest.warns(UserWarning, match=r"CUTE_DASH_CACHE='maybe' has no effect; allowed: 0 or 1 \(default: 1\)"):
+        assert compile_module.cache_dir() == tmp_path
+    for value, lines in (("1", ""), ("0", "cute-dash: x\n"), ("", "cute-dash: x\n")):
+        monkeypatch.setenv("CUTE_DASH_QUIET", value)
+        compile_module._progress("x")
+        assert capsys.readouterr().err == lines
+    monkeypatch.setenv("CUTE_DASH_QUIET", "yes")
+    with pytest.warns(UserWarning, match=r"CUTE_DASH_QUIET='yes' has no effect; allowed: 0 or 1 \(default: 0\)"):
+        compile_module._progress("x")
+
+
 def test_folder_that_cannot_be_written_costs_a_compile_and_nothing_else(cache, builds, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUTE_DASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -203,6 +220,8 @@ def test_default_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert compile_module.cache_dir() == tmp_path / "home" / ".cache" / "cute-dash"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert compile_module.cache_dir() == tmp_path / "xdg" / "cute-dash"
+    monkeypatch.setenv("CUTE_DASH_CACHE_DIR", "")  # not the current folder
     assert compile_module.cache_dir() == tmp_path / "xdg" / "cute-dash"
     assert list(tmp_path.iterdir()) == []
 

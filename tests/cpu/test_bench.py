@@ -31,7 +31,7 @@ from bench.implementations import (
     parse_schedules,
 )
 from bench.reference import Inputs, choose_streams, make_yardstick, reference_gradients
-from bench.results import FAILED, NOT_APPLICABLE, Key, Results, Untimed, check_same_environment, merge
+from bench.results import FAILED, FORMAT, NOT_APPLICABLE, Key, Results, Untimed, check_same_environment, merge
 from bench.runner import Plan, Run, make_record, with_ratios
 from bench.timing import BurstPlan, Timing, order_in_round, time_burst, time_sustained
 from cute_dash import launch, registry
@@ -123,6 +123,10 @@ def test_any_shape_by_arguments():
     shape = grouped.problem_shape()
     assert (shape.num_heads, shape.group_size, shape.num_query_heads) == (4, 4, 16)
     assert grouped.input_bytes == grouped.tensor_bytes * 3 + grouped.tensor_bytes // 2 + 4 * 2 * 16 * 8192
+    with pytest.raises(
+        ValueError, match="'local:-1:0' .* local:LEFT:RIGHT in tokens, each at least 0, or inf for no limit"
+    ):
+        replace(grouped, mask="local:-1:0")
     with pytest.raises(ValueError, match="kv_heads=3 must divide heads=16"):
         replace(grouped, kv_heads=3)
     assert standard_cell(64, "full", 32768).batch == 1
@@ -645,11 +649,15 @@ def test_other_fields_are_refused(tmp_path, change):
         Results.load(path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 99}'])
-def test_a_file_that_is_no_results_file_is_refused(tmp_path, text):
-    (tmp_path / "r.json").write_text(text)
-    with pytest.raises(ValueError, match=r"r\.json"):
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b'{"format": 99}', b"\x89PNG\r\n", f'{{"format": {FORMAT}}}'.encode()]
+)
+def test_a_file_that_is_no_results_file_is_refused(tmp_path, content, capsys):
+    (tmp_path / "r.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"r\.json (is not JSON|is not a results file|has no ceilings, environment, )"):
         Results.load(tmp_path / "r.json")
+    assert command.main(["--table", str(tmp_path / "r.json")]) == 2
+    assert capsys.readouterr().err.startswith(f"bench: {tmp_path / 'r.json'} ")
 
 
 def test_ratio_is_to_the_best_nondeterministic_of_the_same_regime():

@@ -334,7 +334,11 @@ def test_a_schedule_without_windows_says_so(capsys):
         (["--window", "64,32"], "local", [64, 32]),
         (["--window", "64,32", "--mask", "causal"], "local", [64, 0]),
         (["--window", "inf,0"], "causal", None),
-        (["--window=-1,-1"], "causal", None),  # the default
+        ([], "causal", None),  # the default
+        (["--window", "inf,inf"], "full", None),
+        (["--window=-1,-1"], "full", None),
+        (["--window", "inf,inf", "--mask", "causal"], "causal", None),
+        (["--window=64,-1"], "local", [64, 299]),
         (["--window", "1k,1k"], "full", None),  # hides nothing
         (["--window", "inf,100"], "local", [299, 100]),
     ],
@@ -351,7 +355,8 @@ def test_bad_windows(text, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["check", "baseline", f"--window={text}"])
     assert exit.value.code == 2
-    assert f"invalid window {text!r}: it must be LEFT,RIGHT in tokens" in capsys.readouterr().err
+    message = f"invalid window {text!r}: it must be LEFT,RIGHT in tokens, each at least 0, or inf or -1 for no limit"
+    assert message in capsys.readouterr().err
 
 
 def test_analyze_ranks_shortest_first_before_baseline_for_windows(capsys):

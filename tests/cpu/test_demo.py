@@ -143,6 +143,8 @@ def test_result(result, passed, text):
 
 def test_what_has_no_row_is_named(small, monkeypatch):
     class Raises(type(registry.load("baseline"))):
+        name = "raises"
+
         def get_lock_value(self, m_block, tile, shape):
             return 1 // 0
 

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import os
+import re
 import runpy
 import statistics
 import subprocess
@@ -206,11 +207,32 @@ def test_compare_names_the_first_step_that_differs(tmp_path, monkeypatch, capsys
     assert f"part at step {step}:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [None, "", "step,loss,hash\n", "a,b,c\n0,1,2\n", "step,loss,hash\n0,1\n"])
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("nope", "unknown schedule 'nope': known are "),
+        ("shift", "'shift' cannot implement .*: it orders the full mask only"),
+        ("no_such_module:X", "no module named 'no_such_module'"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, capsys, schedule, message
+):
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    out = tmp_path / "run.csv"
+    assert exit_status(monkeypatch, "--device", "cpu", "--schedule", schedule, "--out", str(out)) == 2
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"step,loss,hash\n", b"a,b,c\n0,1,2\n", b"step,loss,hash\n0,1\n", b"\x89PNG\r\n", b"a\0b\n"]
+)
 def test_compare_refuses_what_is_no_record(tmp_path, monkeypatch, capsys, content):
     good, bad = write_rows(tmp_path / "good.csv", ROWS), tmp_path / "bad.csv"
     if content is not None:
-        bad.write_text(content)
+        bad.write_bytes(content)
     assert exit_status(monkeypatch, "--compare", good, str(bad)) == 2
     assert str(bad) in capsys.readouterr().err
 

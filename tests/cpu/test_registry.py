@@ -1,19 +1,29 @@
 """Finding schedules: the scanned package, entry points, "module:ATTR", and what is said when there is none."""
 
+import importlib
+import pickle
+import pkgutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
+import torch
 
+import cute_dash
 import schedules
-from cute_dash import registry
+from cute_dash import ops, registry
+from cute_dash.check import check
 from cute_dash.problem import ProblemShape, Window
-from cute_dash.schedule import DenseSchedule, Schedule
+from cute_dash.schedule import DenseSchedule, Schedule, SelectingSchedule, SelectorRow
+from schedules.hybrid import Hybrid
 from schedules.shift import Shift
+from schedules.symmetric_shift import SymmetricShift
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = {
@@ -128,6 +138,14 @@ def test_bad_spec(spec, message):
         registry.load(spec)
 
 
+def test_known_schedules_are_those_that_load(drop_in, tmp_path):
+    drop_in("broken", "broken")
+    (tmp_path / "broken.py").write_text("import no_such_dependency")
+    with pytest.raises(ValueError, match="unknown schedule 'brokem': known are auto, ") as caught:
+        registry.load("brokem")
+    assert set(str(caught.value).split("known are ")[1].split(", ")) == SHIPPED
+
+
 def test_not_a_schedule():
     with pytest.raises(TypeError, match="schedule=3 must be a name"):
         registry.load(3)
@@ -198,6 +216,127 @@ def test_an_object_that_breaks_equality_is_refused():
 
     with pytest.raises(ValueError, match="rule 3 .*extra would not enter equality"):
         registry.load(Undecorated())
+
+
+@dataclass(frozen=True)
+class Impostor(DenseSchedule):
+    """Not the `hybrid` that is shipped."""
+
+    name: ClassVar[str] = "hybrid"
+
+
+@dataclass(frozen=True)
+class SelectsAnImpostor(SelectingSchedule):
+    name: ClassVar[str] = "selects_an_impostor"
+    version: ClassVar[int] = 1
+    batch_invariant: ClassVar[bool] = True
+    table: ClassVar[tuple[SelectorRow, ...]] = (SelectorRow("causal", None, Impostor()),)
+
+
+class WiderHybrid(Hybrid):
+    """Another order under the name that it inherits."""
+
+
+@pytest.mark.parametrize("spec", [Impostor(), f"{__name__}:IMPOSTOR", SelectsAnImpostor(), WiderHybrid()], ids=repr)
+def test_the_name_of_a_shipped_schedule_is_refused(spec):
+    with pytest.raises(ValueError, match=r"calls itself 'hybrid', which schedules/hybrid\.py is; .*a name of its own"):
+        registry.resolve(spec, CAUSAL)
+
+
+IMPOSTOR = Impostor()
+
+
+def test_the_op_refuses_the_name_of_a_shipped_schedule():
+    q, k, v = (torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    with pytest.raises(ValueError, match="calls itself 'hybrid'"):
+        cute_dash.flash_attn_func(q, k, v, causal=True, schedule=Impostor())
+
+
+def test_a_file_may_take_its_schedule_from_elsewhere(drop_in, tmp_path):
+    drop_in("elsewhere", "elsewhere")
+    (tmp_path / "elsewhere.py").write_text(f"from {__name__} import ELSEWHERE as SCHEDULE")
+    assert registry.load("elsewhere") is ELSEWHERE
+    assert registry.resolve(registry.load("elsewhere"), CAUSAL) is ELSEWHERE
+
+
+@dataclass(frozen=True)
+class Elsewhere(DenseSchedule):
+    name: ClassVar[str] = "elsewhere"
+
+
+ELSEWHERE = Elsewhere()
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [
+        (-1, "-1"),
+        (0, "0"),
+        (1.0, "1.0 of type float"),
+        (True, "True of type bool"),
+        (np.int64(1), ".* of type numpy.int64"),
+    ],
+)
+def test_a_version_is_an_int_from_1_up(version, shown):
+    @dataclass(frozen=True)
+    class Versioned(DenseSchedule):
+        name: ClassVar[str] = "versioned"
+
+    Versioned.version = version
+    for refuses in (registry.load, lambda schedule: check(schedule, CAUSAL), ops.make_handle):
+        with pytest.raises(ValueError, match=rf"rule 3 .*Versioned\.version is {shown}; allowed: (an )?int"):
+            refuses(Versioned())
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "allowed"),
+    [
+        (DenseSchedule, "heads_per_group", "an int of at least 1, or 0 for a choice by shape"),
+        (Shift, "window", "an int of at least 1"),
+        (SymmetricShift, "window", "an int of at least 1"),
+        (Hybrid, "tail_tiles", "an int of at least 0"),
+    ],
+)
+def test_fields_of_schedules_are_checked(cls, field, allowed):
+    for value in ("a", 2.0, True, None, np.int64(3)):
+        with pytest.raises(
+            TypeError, match=rf"{cls.__name__}: {field}=.* is a (numpy.)?{type(value).__name__}; allowed: an int"
+        ):
+            cls(**{field: value})
+    with pytest.raises(ValueError, match=f"{cls.__name__}: {field}=-1; allowed: {allowed}"):
+        cls(**{field: -1})
+
+
+def test_int_fields_of_ones_own_are_checked():
+    @dataclass(frozen=True)
+    class Mine(DenseSchedule):
+        stride: int = 3
+        flavour: str = "x"
+
+    assert Mine(stride=-5, flavour="y").stride == -5
+    with pytest.raises(TypeError, match="Mine: stride='a' is a str; allowed: an int"):
+        Mine(stride="a")
+
+
+def test_every_exception_survives_pickling():
+    """As a process pool does with what a worker raises."""
+    for module in pkgutil.walk_packages(cute_dash.__path__, "cute_dash."):
+        with suppress(ImportError):  # what an extra is for
+            importlib.import_module(module.name)
+    classes = [cls for cls in list_subclasses(Exception) if cls.__module__.split(".")[0] == "cute_dash"]
+    names = {cls.__name__ for cls in classes}
+    assert names >= {"ScheduleError", "TooManyStepsError", "ScheduleFileError", "ShadowedPackageError", "StuckError"}
+    shown = {cls: cls("what") for cls in classes if cls is not registry.UnsupportedShapeError}
+    with pytest.raises(registry.UnsupportedShapeError) as caught:
+        registry.resolve("shift", CAUSAL)
+    for error in (*shown.values(), caught.value):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+    assert pickle.loads(pickle.dumps(caught.value)).reason == "orders the full mask only"
+
+
+def list_subclasses(cls):
+    return [other for direct in cls.__subclasses__() for other in (direct, *list_subclasses(direct))]
 
 
 def test_resolve_selects_a_concrete_schedule():

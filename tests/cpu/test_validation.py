@@ -1,6 +1,8 @@
 """Bad input raises before anything runs, naming the argument, its value and what is allowed."""
 
+import itertools
 import math
+import time
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -13,10 +15,16 @@ import torch
 import cute_dash
 import schedules
 from cute_dash import emulator, ops, registry, validation
+from cute_dash.check import ScheduleError, check_sample
+from cute_dash.ints import maximum, where
 from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import DenseSchedule
 from cute_dash.testing import random_inputs
+from schedules.hybrid import Hybrid
+from schedules.longest_first import LongestFirst
 from schedules.shift import Shift
+from schedules.shortest_first import ShortestFirst
+from schedules.symmetric_shift import SymmetricShift
 
 
 def tensors(dtype=torch.bfloat16, **changes):
@@ -131,6 +139,25 @@ BAD_OPTIONS = {
     "scale beyond fp32": (dict(softmax_scale=1e39), ValueError, r"softmax_scale=1e\+39; allowed: .* \(in fp32\)"),
     "scale beyond float": (dict(softmax_scale=10**400), ValueError, "softmax_scale=1000"),
     "scale 0": (dict(softmax_scale=0), ValueError, "softmax_scale=0"),
+    "scale 0 in fp32": (
+        dict(softmax_scale=1e-50),
+        ValueError,
+        r"softmax_scale=1e-50; .* \(in fp32\), at least 1.18e-38",
+    ),
+    "scale subnormal": (
+        dict(softmax_scale=1.1e-38),
+        ValueError,
+        "softmax_scale=1.1e-38; allowed: .* at least 1.18e-38",
+    ),
+    "scale fraction": (dict(softmax_scale=Fraction(1, 10**60)), ValueError, "softmax_scale=Fraction.*; allowed: a fin"),
+    "scale bool of numpy": (dict(softmax_scale=np.True_), TypeError, "softmax_scale=.* is a numpy.bool_?; allowed"),
+    "causal of numpy": (dict(causal=np.True_), TypeError, "causal=.* is a numpy.bool_?; allowed: True or False"),
+    "window of numpy": (
+        dict(window_size=(np.True_, 0)),
+        TypeError,
+        "window_size=.* holds a numpy.bool_?; allowed: ints",
+    ),
+    "softcap of numpy": (dict(softcap=np.False_), TypeError, "softcap=.* is a numpy.bool_?; allowed: the number 0"),
     "scale negative": (dict(softmax_scale=-0.1), ValueError, "softmax_scale=-0.1"),
     "scale text": (dict(softmax_scale="1"), TypeError, "softmax_scale='1' is a str"),
     "scale bool": (dict(softmax_scale=True), TypeError, "softmax_scale=True is a bool"),
@@ -367,11 +394,173 @@ def test_the_part_that_is_proven_keeps_the_group_or_some_of_it():
         )
 
     small, long = part_of(4096, 8, 4), part_of(65536, 8, 16)
-    assert (small.seqlen_q, small.group_size) == (4096, 4) and small.num_streams == 6  # of 64 x 32 tiles
-    assert long.group_size == 2
+    assert (small.seqlen_q, small.group_size) == (4096, 4)
+    assert (long.group_size, long.seqlen_q) == (2, long.seqlen_k)
+    assert {(part.batch, part.num_heads) for part in (small, long)} == {(2, 2)}
     for part in (small, long):
         steps = part.num_streams * part.num_m_blocks * part.num_n_blocks * part.group_size
         assert steps <= 1.1 * validation.MAX_PROVEN_STEPS
+
+
+@dataclass(frozen=True)
+class Elsewhere(DenseSchedule):
+    """What is wrong with the ones below is wrong only far from the first tiles."""
+
+    name: ClassVar[str] = "elsewhere"
+
+    def repeat(self, condition, m_block, tile, shape):
+        """Lock values, two of them the same where `condition` holds."""
+        value = tile.n_block - shape.get_n_block_min(m_block)
+        return where(condition, maximum(value - 1, 0), value)
+
+    def mirror(self, condition, step, tile, shape):
+        """The loop order, descending where `condition` holds."""
+        last = shape.get_m_block_max(tile.n_block) - 1
+        return where(condition, last - step, shape.get_m_block_min(tile.n_block) + step)
+
+
+class RepeatsInOtherSequences(Elsewhere):
+    def get_lock_value(self, m_block, tile, shape):
+        return self.repeat(tile.batch_idx > 0, m_block, tile, shape)
+
+
+class RepeatsInLongSequences(Elsewhere):
+    def get_lock_value(self, m_block, tile, shape):
+        return self.repeat(shape.num_n_blocks > 200, m_block, tile, shape)
+
+
+class RepeatsInManyStreams(Elsewhere):
+    def get_lock_value(self, m_block, tile, shape):
+        return self.repeat(shape.batch * shape.num_heads >= 64, m_block, tile, shape)
+
+
+class RepeatsInTheLastHead(Elsewhere):
+    def get_lock_value(self, m_block, tile, shape):
+        return self.repeat(tile.head_idx == shape.num_heads - 1, m_block, tile, shape)
+
+
+class RepeatsInTheLastTile(Elsewhere):
+    """Of the last of many streams, in the last m_block."""
+
+    def get_lock_value(self, m_block, tile, shape):
+        last = tile.batch_idx * shape.num_heads + tile.head_idx == 127
+        return self.repeat((m_block == shape.num_m_blocks - 1) & last, m_block, tile, shape)
+
+
+class MirrorsOtherSequences(Elsewhere):
+    def get_m_block(self, step, tile, shape):
+        return self.mirror(tile.batch_idx > 0, step, tile, shape)
+
+
+class MirrorsFarSequences(Elsewhere):
+    def get_m_block(self, step, tile, shape):
+        return self.mirror(tile.batch_idx > 5, step, tile, shape)
+
+
+class VisitsTwiceInLongSequences(Elsewhere):
+    def get_m_block(self, step, tile, shape):
+        first = shape.get_m_block_min(tile.n_block)
+        return first + where(tile.n_block > 200, step // 2, step)
+
+
+class ClaimsTheLastTwice(Elsewhere):
+    def get_work_tile(self, work_idx, shape):
+        return super().get_work_tile(where(work_idx == 2047, 2046, work_idx), shape)
+
+
+class ClaimsLongSequencesBackwards(Elsewhere):
+    """And adds forwards."""
+
+    def get_work_tile(self, work_idx, shape):
+        tile = super().get_work_tile(work_idx, shape)
+        backwards = shape.num_n_blocks - 1 - tile.n_block
+        return tile._replace(n_block=where(shape.num_n_blocks > 200, backwards, tile.n_block))
+
+
+class Overflows(Elsewhere):
+    def get_m_block(self, step, tile, shape):
+        return super().get_m_block(step, tile, shape) + tile.batch_idx * 2**29 // 2**40
+
+
+CAUSAL_4K = ProblemShape(4, 32, 4096, 4096, 64, 128, causal=True)
+CAUSAL_32K = ProblemShape(1, 8, 32768, 32768, 64, 128, causal=True)
+FULL_2K = ProblemShape(8, 16, 2048, 2048, 64, 128, causal=False)
+FAR_OFF = {
+    RepeatsInOtherSequences: (CAUSAL_4K, "rule 1 .*get_lock_value gives 0, as to n_block=0"),
+    RepeatsInLongSequences: (CAUSAL_32K, "rule 1 .*get_lock_value gives 0, as to n_block=0"),
+    RepeatsInManyStreams: (CAUSAL_4K, "rule 1 .*get_lock_value gives 0, as to n_block=0"),
+    RepeatsInTheLastHead: (CAUSAL_4K, "rule 1 .*get_lock_value gives 0, as to n_block=0"),
+    RepeatsInTheLastTile: (CAUSAL_4K, "rule 1 .*head_idx=31, batch_idx=3.*m_block=63.*gives 0, as to n_block=0"),
+    MirrorsOtherSequences: (FULL_2K, "rule 3 .*step 0: m_block is 31 in this batch and 0 alone"),
+    MirrorsFarSequences: (FULL_2K, "rule 3 .*batch_idx=[67].*, step 0: m_block is 31 in this batch and 0 alone"),
+    VisitsTwiceInLongSequences: (CAUSAL_32K, "rule 1 .*get_m_block gives .* at step 0 and at step 1"),
+    ClaimsTheLastTwice: (FULL_2K, "rule 1 .*work_idx 2046 and work_idx 2047 both claim tile"),
+    ClaimsLongSequencesBackwards: (CAUSAL_32K, "rule 2 .*deadlock with 1 resident CTAs: .* waits at m_block="),
+    Overflows: (FULL_2K, "rule 4 .*does not fit 32 bits"),
+}
+
+
+@pytest.mark.parametrize("cls", FAR_OFF, ids=lambda cls: cls.__name__)
+def test_what_is_wrong_far_from_the_first_tiles_is_found(cls):
+    shape, message = FAR_OFF[cls]
+    start = time.process_time()
+    with pytest.raises(ScheduleError, match=message):
+        validation.prove(cls(), shape)
+    assert time.process_time() - start < 5  # on a busy machine
+
+
+EVERY_MASK = (Elsewhere(), Hybrid(), ShortestFirst(), LongestFirst(3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule"),
+    [
+        *itertools.product([CAUSAL_4K, CAUSAL_32K], [*EVERY_MASK, SymmetricShift()]),
+        *itertools.product([FULL_2K], [*EVERY_MASK, Shift()]),
+    ],
+    ids=str,
+)
+def test_right_schedules_of_large_problems_are_proved_within_seconds(shape, schedule):
+    start = time.process_time()
+    validation.prove(schedule, shape)
+    assert time.process_time() - start < 5  # on a busy machine
+
+
+@pytest.mark.parametrize("seqlen", [2**20, 2**24, 2**29])
+def test_samples_of_the_longest_sequences_take_no_longer(seqlen):
+    start = time.process_time()
+    check_sample(Elsewhere(), ProblemShape(1, 16, seqlen, seqlen, 64, 128, causal=True))
+    check_sample(Elsewhere(), ProblemShape(1, 16, seqlen, seqlen, 64, 128, causal=False, window=Window(4096, 0)))
+    assert time.process_time() - start < 5
+
+
+def test_the_part_has_two_sequences_and_two_heads_where_the_problem_has():
+    for batch, num_heads, seqlen in itertools.product((1, 2, 9), (1, 2, 9), (2048, 8192, 131072)):
+        shape = ProblemShape(batch, num_heads, seqlen, seqlen, 64, 128, causal=True, group_size=8)
+        part = validation._part_to_prove(shape)
+        assert (min(part.batch, 2), min(part.num_heads, 2)) == (min(batch, 2), min(num_heads, 2))
+        assert part.batch <= batch and part.num_heads <= num_heads and part.seqlen_q == part.seqlen_k <= seqlen
+        assert validation._count_tiles(part) <= 1.1 * validation.MAX_PROVEN_STEPS
+
+
+class OrdersOneShape(DenseElsewhere):
+    def can_implement(self, shape):
+        return shape.num_heads == 32
+
+    def get_lock_value(self, m_block, tile, shape):
+        return where(tile.head_idx == 30, 0, super().get_lock_value(m_block, tile, shape))
+
+
+def test_a_schedule_that_cannot_order_the_part_is_proved_for_the_whole_shape():
+    shape = ProblemShape(1, 32, 4096, 4096, 64, 128, causal=False)
+    assert validation._part_to_prove(shape).num_heads < 32
+    with pytest.raises(ScheduleError, match="rule 1 .*head_idx=30"):
+        validation.prove(OrdersOneShape(), shape)
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2**-126 + 1e-50, 3.4e38, Fraction(1, 8), np.float32(0.1), 1], ids=str)
+def test_scales_that_are_normal_in_fp32_are_accepted(scale):
+    validation.check_scale(scale)
 
 
 @pytest.mark.parametrize("softcap", [None, "x", True])

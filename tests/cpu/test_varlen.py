@@ -169,6 +169,13 @@ def test_max_seqlen_as_a_tensor():
     assert torch.equal(flash_attn_varlen_func(*x.qkv, *x.cu_seqlens, *lengths), expected)
 
 
+@pytest.mark.parametrize("much", [2**31, 10**30, torch.tensor(2**62)], ids=str)
+def test_max_seqlen_may_be_beyond_every_number_of_tokens(much):
+    x = pack(LENGTHS[:3], num_heads=2)
+    expected = flash_attn_varlen_func(*x.qkv, *x.cu_seqlens, *x.max_seqlens)
+    assert torch.equal(flash_attn_varlen_func(*x.qkv, *x.cu_seqlens, much, much), expected)
+
+
 def test_max_seqlen_of_numpy():
     x = pack()
     expected = flash_attn_varlen_func(*x.qkv, *x.lengths)
@@ -289,6 +296,18 @@ BAD = {
     ),
     "max negative": (dict(max_seqlen_k=-1), ValueError, "max_seqlen_k=-1; allowed: at least 0"),
     "max float": (dict(max_seqlen_k=150.0), TypeError, "max_seqlen_k=150.0 is a float"),
+    "max very negative": (dict(max_seqlen_k=-(10**30)), ValueError, r"max_seqlen_k=-10{30}; allowed: at least 0"),
+    "max bool of numpy": (dict(max_seqlen_k=np.True_), TypeError, "max_seqlen_k=.* is a numpy.bool_?; allowed: an int"),
+    "max float tensor": (
+        dict(max_seqlen_k=torch.tensor(150.0)),
+        TypeError,
+        r"max_seqlen_k is a tensor of shape \(\), torch.float32; allowed: an int, or a 0-d tensor of an integer dtype",
+    ),
+    "max on meta": (
+        dict(max_seqlen_k=torch.tensor(150, device="meta")),
+        ValueError,
+        "max_seqlen_k is on meta; allowed: an int, or a 0-d tensor on cpu or cuda",
+    ),
     "max 1-D": (dict(max_seqlen_k=torch.tensor([150])), TypeError, r"max_seqlen_k is a tensor of shape \(1,\)"),
     "softcap": (dict(softcap=1.0), ValueError, "softcap=1.0"),
     "window": (dict(window_size=(-2, 0)), ValueError, "window_size=.-2, 0."),
