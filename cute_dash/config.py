@@ -201,6 +201,11 @@ class BwdConfig:
         return 1 if self.swap_operands and self.head_dim_v_padded > 128 else self.num_stages
 
     @property
+    def add_dV_first(self) -> bool:
+        """By columns: dV is the first of the step's GEMMs that read P and dS, not dK, so that dO is released early."""
+        return self.num_stages_dO < self.num_stages
+
+    @property
     def num_dS_stages(self) -> int:
         """Stages of dS and P: one beside 96 keys, where two do not fit."""
         return 1 if self.swap_operands else NUM_DS_STAGES

@@ -291,7 +291,8 @@ class Cta:
             buffer.begin_read(("dS", it))
         yield ready
         inputs = [(self.dO, self.sdO[stage_dO]), (self.Q, self.sQ[stage])]
-        early, late = reversed(inputs) if self.config.split_columns else inputs
+        dK_first = self.config.split_columns and not self.config.add_dV_first
+        early, late = reversed(inputs) if dK_first else inputs
         self.release(*early, it)
         yield from self.dQ_empty[warpgroup].sync(warp)
         self.sDuty.end_read(it)

@@ -918,24 +918,29 @@ class FlashAttentionBackwardSm90:
     ):
         """(3) to (5) where a warpgroup has columns of all keys: P^T and dS^T go through shared memory.
 
-        dK comes first, so that the next Q arrives during the others, and dV last, behind which dQ is staged.
+        dK comes first, so that the next Q arrives during the others, and dV last, behind which dQ is staged; or
+        where dO has fewer stages than Q (`add_dV_first`) dV comes first and dK last.
         """
         in_order, stage_dS = self.config.in_order, self.slot_dS(it)
         wgmma.store_C(context.store_S, rP, context.tRS_sP[None, None, None, stage_dS])
         self.sync_dS()
-        # (5) dK += dS^T Q
-        issue_gemm(acc_dK, True, context.gemm_dK.product(*in_order(stage_dS, rings.Q.slot(it))))
+        # (5) dK += dS^T Q, (3) dV += P^T dO
+        dK = acc_dK, context.gemm_dK.product(*in_order(stage_dS, rings.Q.slot(it)))
+        dV = acc_dV, context.gemm_dV.product(*in_order(stage_dS, rings.dO.slot(it)))
+        (first, last), (first_ring, last_ring) = (dK, dV), (rings.Q, rings.dO)
+        if const_expr(self.config.add_dV_first):
+            (first, last), (first_ring, last_ring) = (dV, dK), (rings.dO, rings.Q)
+        issue_gemm(first[0], True, first[1])
         # (4) dQ = dS K
         acc_dQ = self.gemm_dQ(context, stage_dS)
-        # (3) dV += P^T dO
-        issue_gemm(acc_dV, True, context.gemm_dV.product(*in_order(stage_dS, rings.dO.slot(it))))
+        issue_gemm(last[0], True, last[1])
         warpgroup.wait_group(2)
-        rings.Q.arrive_empty(it)
+        first_ring.arrive_empty(it)
         duty = self.accept_dQ_buffer(context, smem)
         warpgroup.wait_group(1)
         self.stage_dQ(context, smem, acc_dQ, duty, it)
         warpgroup.wait_group(0)
-        rings.dO.arrive_empty(it)
+        last_ring.arrive_empty(it)
 
     def gemm_dQ(self, context: MmaContext, stage_dS: Int32) -> cute.Tensor:
         """Issues this warpgroup's part of dQ = dS K."""

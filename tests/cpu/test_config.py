@@ -89,6 +89,7 @@ def test_head_dims_up_to_192_may_have_96_keys(head_dims, mask):
     num_bytes = 2 * 64 * 192
     assert (config.num_dS_stages, config.num_stages_dO) == (1, 2 if head_dims[1] == 128 else 1)
     assert config.smem_bytes <= SMEM_CAPACITY_BYTES < config.smem_bytes + num_bytes
+    assert config.add_dV_first == (config.num_stages_dO == 1) and not shipped.add_dV_first
     assert WorkspaceLayout(6, 5, config).size == WorkspaceLayout(6, 5, shipped).size
 
 
