@@ -228,3 +228,113 @@ def test_products_are_stored_where_they_belong(way, name):
             assert stored[address + column] == -1
             stored[address + column] = own_places[tidx, register]
     np.testing.assert_array_equal(stored, np.arange(rows * columns))
+
+
+# what the GEMMs multiply: operands A and B, each with what its rows and what its columns in memory are; as the kernel
+# names them, the first two of S, dP, dV and dK exchanged where operands are swapped
+TILES = dict(sQ="query d", sK="key d", sV="key dv", sdO="query dv", sdS="query key", sP="query key")
+OPERANDS = dict(dQ=("sdS", "sK"), S=("sK", "sQ"), dP=("sV", "sdO"), dV=("sP", "sdO"), dK=("sdS", "sQ"))
+SUMMED = dict(dQ="key", S="d", dP="dv", dV="query", dK="query")
+DISTANCE = 1 << 20  # elements from one made-up tile to the next
+
+
+def record_gemms(kernel, base, tidx):
+    """What the kernel partitions for each GEMM, of tiles that lie DISTANCE apart: {gemm: (tiled_mma, sA, sB)}."""
+    config, layouts, gemms = kernel.config, wgmma.make_operand_layouts(DTYPE, kernel.config, staged=True), {}
+    outer = dict(sQ=layouts.Q, sK=layouts.K, sV=layouts.V, sdO=layouts.dO, sdS=layouts.dS, sP=layouts.dS)
+    smem = {name: cute.make_tensor(base + i * DISTANCE, outer[name].outer) for i, name in enumerate(TILES)}
+    smem["sStats"] = cute.make_tensor(base, cute.make_layout((config.stats_size, config.num_stages)))
+    smem["sdQaccum"] = cute.make_tensor(base, cute.make_layout((kernel.dQ_values, 2)))
+
+    def record(tiled_mma, _, sA, sB):
+        gemms[list(OPERANDS)[len(gemms)]] = tiled_mma, sA, sB
+        return SimpleNamespace(_replace=lambda **_: None)
+
+    with ExitStack() as patches:
+        for owner, name, value in (
+            (cute.arch, "thread_idx", lambda: (tidx + NUM_PRODUCER_WARPS * 32, 0, 0)),
+            (cute.arch, "warp_idx", lambda: NUM_PRODUCER_WARPS + tidx // 32),
+            (cute.arch, "make_warp_uniform", lambda x: x),
+            (wgmma.Gemm, "partition", record),
+        ):
+            patches.enter_context(patch.object(owner, name, value))
+        kernel.make_mma_context(SimpleNamespace(**smem), Float32(1.0))
+    return gemms, smem
+
+
+def list_offsets(layout, mode):
+    """Of the elements of one mode of a layout, all others at 0."""
+    coordinate = [0] * cute.rank(layout)
+    offsets = []
+    for i in range(cute.size(layout, mode=[mode])):
+        coordinate[mode] = i
+        offsets.append(cute.crd2idx(tuple(coordinate), layout))
+    return np.array(offsets)
+
+
+def list_operand(part):
+    """Offsets of an operand's rows and of its places in the sum, from where the thread's part begins."""
+    atom = cute.select(part.layout, mode=[0])
+    rows, depth = (list_offsets(cute.get(part.layout, mode=[0]), mode) for mode in (0, 1))
+    assert cute.rank(atom) == 1
+    more_rows, more_depth = (list_offsets(part.layout, mode) for mode in (1, 2))
+    return (more_rows[:, None] + rows).ravel(), (more_depth[:, None] + depth).ravel()
+
+
+@cute.jit
+def find_operands(found: cute.Tensor, static: cutlass.Constexpr):
+    """Where the operands of a warpgroup begin, and in `lists` offsets from there, and offsets in the tiles."""
+    kernel, warpgroup_idx, lists = static
+    base = cute.recast_ptr(found.iterator, dtype=DTYPE).align(1024)
+    gemms, smem = record_gemms(kernel, base, 128 * warpgroup_idx)
+    describe_gemms(found, base, gemms, smem, warpgroup_idx, lists)
+
+
+def describe_gemms(found, base, gemms, smem, warpgroup_idx, lists):
+    for i, (name, (tiled_mma, sA, sB)) in enumerate(gemms.items()):
+        mma = tiled_mma.get_slice(128 * warpgroup_idx)
+        parts = [part(sX) for part, sX in ((mma.partition_A, sA), (mma.partition_B, sB)) if sX is not None]
+        for j, part in enumerate(parts):
+            found[2 * i + j] = (Int64(part.iterator.toint()) - Int64(base.toint())) // 2
+        lists[name] = [list_operand(part) for part in parts]
+    for name in TILES:
+        lists[name] = [list_offsets(smem[name].layout, mode) for mode in (0, 1)]
+
+
+@pytest.mark.parametrize("way", ["columns", "columns_128", "keys96", "keys96_128"])
+def test_operands_are_the_tiles_that_a_product_wants(way):
+    """Where all come from shared memory: rows and columns of each product once, summed over the same in A and in B.
+
+    A wgmma begins where the pattern of the swizzle does or, where the sum runs along memory, in its first row.
+    """
+    kernel = make_kernel(way)
+    kernel = FlashAttentionBackwardSm90(replace(kernel.config, K_in_regs=False), DTYPE, kernel.schedule)
+    covered = {name: [] for name in OPERANDS}
+    for warpgroup_idx in range(2):
+        lists, found = {}, np.zeros(2 * len(OPERANDS), "int64")
+        static = kernel, warpgroup_idx, lists
+        cute.compile(find_operands, from_dlpack(found), static, options=f"--gpu-arch {ARCH}")(from_dlpack(found))
+        for i, (name, tiles) in enumerate(OPERANDS.items()):
+            tiles = tiles if name == "dQ" else kernel.config.in_order(*tiles)
+            sides = []
+            for j, tile in enumerate(tiles):
+                assert found[2 * i + j] // DISTANCE == list(TILES).index(tile)
+                rows, columns = lists[tile]
+                places = {offset: divmod(k, len(columns)) for k, offset in enumerate((rows[:, None] + columns).ravel())}
+                operand_rows, depth = lists[name][j]
+                start = found[2 * i + j] % DISTANCE
+                found_places = np.array([[places[start + r + d] for d in depth] for r in operand_rows])
+                starts = start + (operand_rows[::64, None] if j == 0 else operand_rows[:1, None]) + depth[::16]
+                axes = TILES[tile].split()
+                width = np.count_nonzero(columns == np.arange(len(columns)))  # of the swizzle
+                assert (starts % (8 * width) < (width if axes[1] == SUMMED[name] else 1)).all()
+                summed = found_places[:, :, axes.index(SUMMED[name])]
+                kept = found_places[:, :, 1 - axes.index(SUMMED[name])]
+                assert (summed == np.arange(len(depth))).all() and (kept == kept[:, :1]).all()
+                sides.append(kept[:, 0])
+            covered[name] += [(row, column) for row in sides[0] for column in sides[1]]
+    config = kernel.config
+    extents = dict(query=config.tile_m, key=config.tile_n, d=config.head_dim_padded, dv=config.head_dim_v_padded)
+    for name, tiles in OPERANDS.items():
+        num_places = np.prod([extents[axis] for tile in tiles for axis in TILES[tile].split() if axis != SUMMED[name]])
+        assert len(covered[name]) == len(set(covered[name])) == num_places
