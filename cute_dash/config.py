@@ -7,6 +7,7 @@ part of the determinism contract.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from cute_dash.problem import ProblemShape, Window
 
@@ -16,7 +17,7 @@ UNEQUAL_HEAD_DIMS = (192, 128)  # of Q and K, and of V and the output, where the
 TILE_HEAD_DIMS = (64, 96, 128, 192, 256)  # the others are padded to the next one of these, in shared memory only
 TUNED_HEAD_DIMS = (64, 128)  # the measured ones, which tools take by default
 STATS_COLUMNS = 8  # bf16 values per query of the statistics operand: 16 bytes, one row of a wgmma core matrix
-NUM_DS_STAGES = 2  # dS of one step is written while that of the step before is read
+NUM_DS_STAGES = 2  # dS of one step is written while that of the step before is read; see `num_dS_stages`
 CLAIM_LEAD = 1  # steps: the next work tile is claimed with the last step but one, see `publish_claim` of the kernel
 NUM_WORK_STAGES = 4  # claimed work tiles in shared memory: that many the fastest warp may be ahead of the slowest
 REGISTERS_PER_LANE = 504  # of the warpgroups together: a CTA of 384 threads starts with 168 for each
@@ -32,8 +33,8 @@ class BwdConfig:
         head_dim: elements per head of Q and K in global memory; see `head_dim_padded` for the tiles.
         causal: whether the causal mask is compiled in.
         tile_m, tile_n: tokens per Q tile and per KV tile; tile_n also says how the two consumer warpgroups share a step
-            out, see `split_columns`.
-        num_stages: Q/LSE and dO/dPsum stages in shared memory.
+            out, see `split_columns` and `swap_operands`.
+        num_stages: stages of Q, LSE and dPsum in shared memory, and of dO but for `num_stages_dO`.
         num_mma_regs, num_producer_regs: registers per thread after setmaxnreg.
         stats_by_gemm: LSE and dPsum enter S and dP as one more k-step of their GEMMs (`kernels.stats`).
         fuse_dQ: the last to add to a dQ tile scales and rounds it, in the main kernel, where the schedule is ordered;
@@ -45,8 +46,8 @@ class BwdConfig:
             V, so that K and V of the next work tile load meanwhile.
         skip_hidden_keys: a warpgroup whose keys no query of a step sees computes its part of dQ only. It pays where Q
             tiles are shorter than KV tiles: half of the first step on a diagonal is hidden then.
-        K_in_regs: K, as operand of S^T, is read from shared memory once per work tile and kept in registers, not read
-            in every step.
+        K_in_regs: K, as operand A of S^T, is read from shared memory once per work tile and kept in registers, not read
+            in every step. False where `swap_operands`, whatever is given: operand A is Q there.
     """
 
     head_dim: int
@@ -66,6 +67,7 @@ class BwdConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        object.__setattr__(self, "K_in_regs", self.K_in_regs and not self.swap_operands)
         if self.causal and self.local:
             raise ValueError("causal=True and local=True exclude each other: a causal window is one with right = 0")
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
@@ -76,12 +78,18 @@ class BwdConfig:
                 f"{self.head_dim}, or head_dim={UNEQUAL_HEAD_DIMS[0]} with head_dim_v={UNEQUAL_HEAD_DIMS[1]}"
             )
         if self.head_dim_v != self.head_dim and not self.split_columns:
-            raise ValueError(f"tile_n={self.tile_n} must be 64 where head_dim_v differs from head_dim")
+            raise ValueError(f"tile_n={self.tile_n} must be 64 or 96 where head_dim_v differs from head_dim")
         if self.tile_m % 64 or self.tile_m <= 0:
             raise ValueError(f"tile_m={self.tile_m} must be a positive multiple of 64, the rows of a wgmma")
-        if self.tile_n not in (64, 128):
+        if self.tile_n not in (64, 96, 128):
             raise ValueError(
-                f"tile_n={self.tile_n} must be 128 or 64: 64 keys for each consumer warpgroup, or for both"
+                f"tile_n={self.tile_n} must be 128 or 64, 64 keys for each consumer warpgroup or for both, or 96, of "
+                "which each has 48"
+            )
+        if self.swap_operands and (self.head_dim_padded != 192 or self.tile_m != 64 or self.stats_by_gemm):
+            raise ValueError(
+                "tile_n=96 is for head dims from 136 to 192, tile_m=64 and stats_by_gemm=False, not for "
+                f"head_dim={self.head_dim}, tile_m={self.tile_m}, stats_by_gemm={self.stats_by_gemm}"
             )
         if self.skip_hidden_keys and (self.mask == "full" or self.split_columns):
             raise ValueError(
@@ -160,15 +168,47 @@ class BwdConfig:
         """How the two consumer warpgroups share the GEMMs of a step out.
 
         False, 128 keys: S^T, dP^T, dK and dV by keys, 64 for each; P^T and dS^T are operands from registers then.
-        True, 64 keys, where 128 would need too many registers: S^T and dP^T by queries, dK and dV by columns, so that
-        P^T and dS^T go through shared memory.
+        True, 64 or 96 keys, where 128 would need too many registers: the columns of every product, so that P and dS go
+        through shared memory. Those of S^T and dP^T are queries, of dK and dV columns of the head dim; those of S and
+        dP, dK^T and dV^T (`swap_operands`) are keys.
         """
-        return self.tile_n == 64
+        return self.tile_n != 128
+
+    @property
+    def swap_operands(self) -> bool:
+        """Whether S = Q K^T, dP = dO V^T, dV^T = dO^T P and dK^T = Q^T dS are computed, else the transposes of these.
+
+        So with 96 keys, which are no multiple of the 64 rows of a wgmma but may be its columns.
+        """
+        return self.tile_n == 96
+
+    def in_order(self, first: Any, second: Any) -> tuple[Any, Any]:
+        """Operands A and B of S^T, dP^T, dV or dK, or their rows and columns, exchanged where `swap_operands`.
+
+        Not those of dQ, whose GEMM is one for all.
+        """
+        return (second, first) if self.swap_operands else (first, second)
 
     @property
     def score_columns(self) -> int:
-        """Queries of the part of S^T and dP^T that one warpgroup computes."""
-        return self.tile_m // self.num_mma_warpgroups if self.split_columns else self.tile_m
+        """Columns of the part of S^T and dP^T, or of S and dP, that one warpgroup computes: queries, or keys."""
+        columns: int = self.in_order(self.tile_n, self.tile_m)[1]
+        return columns // self.num_mma_warpgroups if self.split_columns else columns
+
+    @property
+    def num_stages_dO(self) -> int:
+        """Stages of dO: as many as of Q, but one where two of 192 columns do not fit beside 96 keys."""
+        return 1 if self.swap_operands and self.head_dim_v_padded > 128 else self.num_stages
+
+    @property
+    def add_dV_first(self) -> bool:
+        """By columns: dV is the first of the step's GEMMs that read P and dS, not dK, so that dO is released early."""
+        return self.num_stages_dO < self.num_stages
+
+    @property
+    def num_dS_stages(self) -> int:
+        """Stages of dS and P: one beside 96 keys, where two do not fit."""
+        return 1 if self.swap_operands else NUM_DS_STAGES
 
     @property
     def stats_size(self) -> int:
@@ -183,22 +223,22 @@ class BwdConfig:
     @property
     def dS_size(self) -> int:
         """16-bit elements of the stages of dS, and of dK and dV where they leave through them."""
-        dS = NUM_DS_STAGES * self.tile_m * self.tile_n
+        dS = self.num_dS_stages * self.tile_m * self.tile_n
         dK_dV = self.tile_n * (self.head_dim_padded + self.head_dim_v_padded)
         return max(dS, dK_dV) if self.prefetch_KV else dS
 
     @property
     def P_size(self) -> int:
         """16-bit elements of the stages of P, which goes through shared memory by columns only."""
-        return NUM_DS_STAGES * self.tile_m * self.tile_n if self.split_columns else 0
+        return self.num_dS_stages * self.tile_m * self.tile_n if self.split_columns else 0
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes: stages of Q, dO, dS and P; K, V, the fp32 dQ tile, row statistics."""
         element, fp32 = 2, 4
-        q_elements, columns = self.tile_m * self.head_dim_padded, self.head_dim_padded + self.head_dim_v_padded
-        q_do = self.num_stages * self.tile_m * columns * element
-        kv = self.tile_n * columns * element
+        q_elements, do_elements = self.tile_m * self.head_dim_padded, self.tile_m * self.head_dim_v_padded
+        q_do = (self.num_stages * q_elements + self.num_stages_dO * do_elements) * element
+        kv = self.tile_n * (self.head_dim_padded + self.head_dim_v_padded) * element
         ds_p = (self.dS_size + self.P_size) * element
         dq = q_elements * fp32
         barriers = 256

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from typing import NamedTuple
 
-from cute_dash.config import CLAIM_LEAD, NUM_DS_STAGES, NUM_MMA_WARPGROUPS, NUM_WORK_STAGES
+from cute_dash.config import CLAIM_LEAD, NUM_MMA_WARPGROUPS, NUM_WORK_STAGES
 from cute_dash.kernels.roles import NUM_WORKING_PRODUCER_WARPS
 from tests.sm_model import Buffer, BulkGroup, Mbarrier, NamedBarrier, Ring, Tasks, check, copy_in, ready
 
@@ -80,7 +80,7 @@ class Cta:
     def __init__(self, kernel):
         config = kernel.config
         self.kernel, self.config = kernel, config
-        self.Q, self.dO = (Ring(config.num_stages, NUM_MMA_WARPS) for _ in range(2))
+        self.Q, self.dO = (Ring(stages, NUM_MMA_WARPS) for stages in (config.num_stages, config.num_stages_dO))
         self.KV = Ring(1, 1)
         self.work = Ring(NUM_WORK_STAGES, NUM_MMA_WARPS + NUM_WORKING_PRODUCER_WARPS)
         self.sums = [Mbarrier(1) for _ in range(2)]
@@ -89,8 +89,9 @@ class Cta:
         self.dQ_free = self.make_named(2, 2)
         self.dQ_empty, self.dQ_sum = (self.make_named(NUM_MMA_WARPGROUPS, WARPS + i) for i in (1, 0))
         self.dQ_full = [self.make_named(2, WARPS + 1) for _ in range(NUM_MMA_WARPGROUPS)]
-        self.sQ, self.sdO = (self.make_buffers(name, config.num_stages) for name in ("sQ", "sdO"))
-        self.sdS, self.sP = (self.make_buffers(name, NUM_DS_STAGES) for name in ("sdS", "sP"))
+        self.sQ = self.make_buffers("sQ", config.num_stages)
+        self.sdO = self.make_buffers("sdO", config.num_stages_dO)
+        self.sdS, self.sP = (self.make_buffers(name, config.num_dS_stages) for name in ("sdS", "sP"))
         self.sdQ, self.sWork = self.make_buffers("sdQ", NUM_MMA_WARPGROUPS), self.make_buffers("sWork", NUM_WORK_STAGES)
         (self.sK,), (self.sV,), (self.sDuty,) = (self.make_buffers(name, 1) for name in ("sK", "sV", "sDuty"))
         self.claimed = {}  # what is in sWork: the steps, None at the end
@@ -146,7 +147,7 @@ class Cta:
                 yield from self.open_KV(work_it)
 
     def load_step(self, it, is_first, work_it, num_steps):
-        stage, kernel = it % self.config.num_stages, self.kernel
+        stage, stage_dO, kernel = it % self.config.num_stages, it % self.config.num_stages_dO, self.kernel
         yield from self.Q.wait_empty(it)
         k_bytes = K_BYTES if is_first and kernel.bug != "K is not announced" else 0
         barrier_Q = self.Q.arrive_full(it, Q_BYTES + STATS_BYTES + k_bytes)
@@ -154,7 +155,7 @@ class Cta:
         copy_in(kernel, self.sQ[stage], it, 2, NUM_MMA_WARPS, barrier_Q, STATS_BYTES)
         yield from self.dO.wait_empty(it)
         barrier_dO = self.dO.arrive_full(it, DO_BYTES + V_BYTES * is_first)
-        copy_in(kernel, self.sdO[stage], it, 1, NUM_MMA_WARPS, barrier_dO, DO_BYTES)
+        copy_in(kernel, self.sdO[stage_dO], it, 1, NUM_MMA_WARPS, barrier_dO, DO_BYTES)
         if is_first:
             yield from self.open_KV(work_it)
             copy_in(kernel, self.sK, ("K", work_it), 1, num_steps * NUM_MMA_WARPS, barrier_Q, K_BYTES)
@@ -270,24 +271,28 @@ class Cta:
         yield from self.epilogue.sync(warp)
 
     def mma_step(self, warp, it, work_it):
-        stage, stage_dS, warpgroup = it % self.config.num_stages, it % NUM_DS_STAGES, warp // WARPS
+        stage, stage_dO = it % self.config.num_stages, it % self.config.num_stages_dO
+        stage_dS, warpgroup = it % self.config.num_dS_stages, warp // WARPS
         staged = [self.sdS[stage_dS]] + [self.sP[stage_dS]] * self.config.split_columns
         yield from self.Q.wait_full(it)
         self.sQ[stage].begin_read(it)
         self.sK.begin_read(("K", work_it))
         yield from self.dO.wait_full(it)
-        self.sdO[stage].begin_read(it)
+        self.sdO[stage_dO].begin_read(it)
         self.sV.begin_read(("V", work_it))
         yield ready
         self.sV.end_read(("V", work_it))
+        if self.config.num_dS_stages == 1 and self.kernel.bug != "P and dS are written over those of the step before":
+            yield from self.PdS.sync(warp)
         for buffer in staged:
             buffer.write(("dS", it), NUM_MMA_WARPS, NUM_MMA_WARPS)
         yield from self.PdS.sync(warp)
         for buffer in staged:
             buffer.begin_read(("dS", it))
         yield ready
-        inputs = [(self.dO, self.sdO[stage]), (self.Q, self.sQ[stage])]
-        early, late = reversed(inputs) if self.config.split_columns else inputs
+        inputs = [(self.dO, self.sdO[stage_dO]), (self.Q, self.sQ[stage])]
+        dK_first = self.config.split_columns and not self.config.add_dV_first
+        early, late = reversed(inputs) if dK_first else inputs
         self.release(*early, it)
         yield from self.dQ_empty[warpgroup].sync(warp)
         self.sDuty.end_read(it)

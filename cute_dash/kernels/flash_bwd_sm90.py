@@ -9,7 +9,9 @@ For a work tile (n_block of one stream) and each m_block it visits, in the sched
     (5) dK  += dS^T Q         (tile_n, head_dim)    dS^T from registers, or by columns from shared memory
 
 The two consumer warpgroups share a step out by keys, each with 64 of the tile's 128, or, where dK and dV of 128 keys
-exceed the registers, by columns: (1) and (2) by queries, (3) to (5) by columns of the head dim, for all 64 keys.
+exceed the registers, by columns: (1) and (2) by queries, (3) to (5) by columns of the head dim, for all 64 keys. With
+96 keys (`swap_operands`) S, dP, dV^T and dK^T are computed instead, whose columns are keys, 48 for each warpgroup; (4)
+is as with 64.
 
 Warp roles of a CTA (4 producer warps, then the consumer warpgroups):
 
@@ -67,7 +69,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_dash.config import CLAIM_LEAD, NUM_DS_STAGES, NUM_WORK_STAGES, BwdConfig
+from cute_dash.config import CLAIM_LEAD, NUM_WORK_STAGES, BwdConfig
 from cute_dash.ints import maximum, minimum, where
 from cute_dash.kernels import debug, mask, semaphore, varlen, wgmma
 from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms, map_rows
@@ -152,6 +154,7 @@ class FlashAttentionBackwardSm90:
         self.num_mma_warps = 4 * config.num_mma_warpgroups
         self.num_mma_threads = WARPGROUP_THREADS * config.num_mma_warpgroups
         self.num_threads = WARPGROUP_THREADS + self.num_mma_threads
+        self.shape_S = config.in_order(config.tile_n, config.tile_m)
         self.dQ_values = config.tile_m * config.head_dim_padded // config.num_mma_warpgroups
 
     # ---- host ------------------------------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ class FlashAttentionBackwardSm90:
         @cute.struct
         class SharedStorage:
             ring_Q: cute.struct.MemRange[Int64, 2 * stages]
-            ring_dO: cute.struct.MemRange[Int64, 2 * stages]
+            ring_dO: cute.struct.MemRange[Int64, 2 * config.num_stages_dO]
             ring_KV: cute.struct.MemRange[Int64, 2]
             ring_work: cute.struct.MemRange[Int64, 2 * NUM_WORK_STAGES]
             sums: cute.struct.MemRange[Int64, 2]
@@ -218,7 +221,7 @@ class FlashAttentionBackwardSm90:
             sOnes: tile(BFloat16, config.ones_size, 128)
             sStats: tile(Float32, config.stats_size * stages, 128)
             sQ: tile(element, config.tile_m * config.head_dim_padded * stages)
-            sdO: tile(element, config.tile_m * config.head_dim_v_padded * stages)
+            sdO: tile(element, config.tile_m * config.head_dim_v_padded * config.num_stages_dO)
             sK: tile(element, config.tile_n * config.head_dim_padded)
             sV: tile(element, config.tile_n * config.head_dim_v_padded)
             sdS: tile(element, config.dS_size)
@@ -237,7 +240,7 @@ class FlashAttentionBackwardSm90:
         smem = self.make_smem(storage)
         rings = Rings(
             make_ring(storage.ring_Q.data_ptr(), config.num_stages),
-            make_ring(storage.ring_dO.data_ptr(), config.num_stages),
+            make_ring(storage.ring_dO.data_ptr(), config.num_stages_dO),
             make_ring(storage.ring_KV.data_ptr(), 1, has_full=config.local),
             make_ring(storage.ring_work.data_ptr(), NUM_WORK_STAGES),
             storage.sums.data_ptr(),
@@ -421,14 +424,14 @@ class FlashAttentionBackwardSm90:
                 tQsQ, tQgQ = partition_tma(atoms.Q, smem.sQ, gQ)
                 tdOsdO, tdOgdO = partition_tma(atoms.dO, smem.sdO, gdO)
                 is_first = (step == 0) & (member == 0)
-                stage = rings.Q.slot(it)
+                stage, stage_dO = rings.Q.slot(it), rings.dO.slot(it)
                 rings.Q.wait_empty(it)
                 barrier_Q = rings.Q.expect_bytes(it, q_bytes + config.stats_size * 4 + where(is_first, k_bytes, 0))
                 cute.copy(atoms.Q, tQgQ[None, m_block], tQsQ[None, stage], tma_bar_ptr=barrier_Q)
                 copy_vector(gmem.mStats[None, m_block, stream], smem.sStats[None, stage], barrier_Q)
                 rings.dO.wait_empty(it)
                 barrier_dO = rings.dO.expect_bytes(it, dO_bytes + where(is_first, v_bytes, 0))
-                cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage], tma_bar_ptr=barrier_dO)
+                cute.copy(atoms.dO, tdOgdO[None, m_block], tdOsdO[None, stage_dO], tma_bar_ptr=barrier_dO)
                 if is_first:
                     # behind the first Q and dO, which need not wait for it
                     self.open_KV(rings.KV, work_it)
@@ -703,8 +706,8 @@ class FlashAttentionBackwardSm90:
     ):
         context = self.make_mma_context(smem, softmax_scale)
         tiles = wgmma.get_tiles(self.config)
-        acc_dK = make_accumulator(context.gemm_dK.tiled_mma, tiles.K)
-        acc_dV = make_accumulator(context.gemm_dV.tiled_mma, tiles.V)
+        acc_dK = make_accumulator(context.gemm_dK.tiled_mma, self.config.in_order(*tiles.K))
+        acc_dV = make_accumulator(context.gemm_dV.tiled_mma, self.config.in_order(*tiles.V))
         it, work_it = Int32(0), Int32(0)
         claimed = self.read_work(smem, rings.work, work_it)
         while is_tile(claimed):
@@ -748,19 +751,19 @@ class FlashAttentionBackwardSm90:
         mma_dV = wgmma.make_tiled_mma_dKV(self.dtype, config, config.head_dim_v_padded)
         mma_dQ = wgmma.make_tiled_mma_dQ(self.dtype, config)
         gemm_dQ = Gemm.partition(mma_dQ, warpgroup_idx, smem.sdS, transpose_view(smem.sK))
-        gemm_S = Gemm.partition(mma_S, warpgroup_idx, None if config.K_in_regs else smem.sK, smem.sQ)
+        gemm_S = Gemm.partition(mma_S, warpgroup_idx, *config.in_order(None if config.K_in_regs else smem.sK, smem.sQ))
         if const_expr(config.K_in_regs):
             gemm_S = gemm_S._replace(tCrA=wgmma.make_operand_A(mma_S, smem.sK, tidx))
-        store_S, tRS_sdS = wgmma.make_store_C(mma_S, transpose_view(smem.sdS), tidx, transpose=True)
+        store_S, tRS_sdS = self.partition_scores(mma_S, smem.sdS, tidx)
         sPt, sdSt, tRS_sP = None, None, None
         if const_expr(config.split_columns):
             sPt, sdSt = transpose_view(smem.sP), transpose_view(smem.sdS)
-            _, tRS_sP = wgmma.make_store_C(mma_S, sPt, tidx, transpose=True)
+            _, tRS_sP = self.partition_scores(mma_S, smem.sP, tidx)
         return MmaContext(
             gemm_S=gemm_S,
-            gemm_dP=Gemm.partition(mma_dP, warpgroup_idx, smem.sV, smem.sdO),
-            gemm_dV=Gemm.partition(mma_dV, warpgroup_idx, sPt, transpose_view(smem.sdO)),
-            gemm_dK=Gemm.partition(mma_dK, warpgroup_idx, sdSt, transpose_view(smem.sQ)),
+            gemm_dP=Gemm.partition(mma_dP, warpgroup_idx, *config.in_order(smem.sV, smem.sdO)),
+            gemm_dV=Gemm.partition(mma_dV, warpgroup_idx, *config.in_order(sPt, transpose_view(smem.sdO))),
+            gemm_dK=Gemm.partition(mma_dK, warpgroup_idx, *config.in_order(sdSt, transpose_view(smem.sQ))),
             gemm_dQ=gemm_dQ,
             stats=self.stats.partition(smem, warpgroup_idx),
             store_S=store_S,
@@ -776,6 +779,10 @@ class FlashAttentionBackwardSm90:
             softmax_scale=softmax_scale,
         )
 
+    def partition_scores(self, mma_S: cute.TiledMma, sX: cute.Tensor, tidx: Int32):
+        """How P or dS, laid out as accumulators of S^T or S, are stored in sX (tile_m, tile_n, num_stages)."""
+        return wgmma.make_store_C(mma_S, sX, tidx, transpose=not self.config.swap_operands)
+
     def hides_own_keys(self, context: MmaContext, shape: ProblemShape, m_block: Int32, n_block: Int32) -> Boolean:
         """Whether no query of a step sees a key of this warpgroup; False where nobody looks."""
         if not self.config.skip_hidden_keys:
@@ -789,12 +796,12 @@ class FlashAttentionBackwardSm90:
         """A step in which no query sees a key of this warpgroup: its dS is 0, and it computes its part of dQ only."""
         rings.Q.wait_full(it)
         rings.dO.wait_full(it)
-        acc_dP = make_accumulator(context.gemm_dP.tiled_mma, (self.config.tile_n, self.config.tile_m))
+        acc_dP = make_accumulator(context.gemm_dP.tiled_mma, self.shape_S)
         acc_dP.fill(0.0)
         rdS = wgmma.to_operand_A(acc_dP, self.dtype)
-        wgmma.store_C(context.store_S, rdS, context.tRS_sdS[None, None, None, it % NUM_DS_STAGES])
+        wgmma.store_C(context.store_S, rdS, context.tRS_sdS[None, None, None, self.slot_dS(it)])
         self.sync_dS()
-        acc_dQ = self.gemm_dQ(context, it % NUM_DS_STAGES)
+        acc_dQ = self.gemm_dQ(context, self.slot_dS(it))
         rings.dO.arrive_empty(it)
         duty = self.accept_dQ_buffer(context, smem)
         warpgroup.wait_group(0)
@@ -816,29 +823,39 @@ class FlashAttentionBackwardSm90:
     ):
         """The five GEMMs of one (m_block, n_block) pass."""
         shape = self.make_shape(extents)
-        shape_S = (self.config.tile_n, self.config.tile_m)
-        stage = rings.Q.slot(it)
+        config = self.config
+        stage, stage_dO = rings.Q.slot(it), rings.dO.slot(it)
         # (1) S^T = K Q^T
         rings.Q.wait_full(it)
-        acc_S = self.gemm_ss(context.gemm_S, shape_S, None, stage, *self.stats.products_S(context.stats, stage))
+        products = self.stats.products_S(context.stats, stage)
+        acc_S = self.gemm_ss(context.gemm_S, self.shape_S, *config.in_order(None, stage), *products)
         # (2) dP^T = V dO^T
         rings.dO.wait_full(it)
-        acc_dP = self.gemm_ss(context.gemm_dP, shape_S, None, stage, *self.stats.products_dP(context.stats, stage))
+        products = self.stats.products_dP(context.stats, stage)
+        acc_dP = self.gemm_ss(context.gemm_dP, self.shape_S, *config.in_order(None, stage_dO), *products)
         warpgroup.wait_group(1)
         # P^T = exp2(scale * log2e * S^T - LSE * log2e)
         if shape.needs_mask(m_block, n_block):
-            mask.apply_mask(acc_S, shape, m_block, n_block, *self.get_score_place(context))
+            place = self.get_score_place(context)
+            mask.apply_mask(acc_S, shape, m_block, n_block, *place, transposed=not config.swap_operands)
         self.stats.softmax(acc_S, context.stats, stage, context.softmax_scale * LOG2_E)
         rP = wgmma.to_operand_A(acc_S, self.dtype)
         # dS^T = P^T * (dP^T - dPsum)
         warpgroup.wait_group(0)
         self.stats.softmax_backward(acc_S, acc_dP, context.stats, stage)
         rdS = wgmma.to_operand_A(acc_dP, self.dtype)
-        wgmma.store_C(context.store_S, rdS, context.tRS_sdS[None, None, None, it % NUM_DS_STAGES])
-        if const_expr(self.config.split_columns):
+        if const_expr(config.num_dS_stages == 1):
+            # all have finished the GEMMs of the step before, which read the one stage of dS and P
+            self.sync_warpgroups()
+        wgmma.store_C(context.store_S, rdS, context.tRS_sdS[None, None, None, self.slot_dS(it)])
+        if const_expr(config.split_columns):
             self.add_by_columns(context, smem, rings, acc_dK, acc_dV, rP, it)
         else:
             self.add_by_keys(context, smem, rings, acc_dK, acc_dV, rP, rdS, it)
+
+    def slot_dS(self, it: Int32) -> Int32:
+        """The stage of dS and P that a step has."""
+        return Int32(0) if self.config.num_dS_stages == 1 else it % self.config.num_dS_stages
 
     def sync_dS(self):
         """Waits until every warpgroup has staged its dS, and P if it does.
@@ -846,11 +863,15 @@ class FlashAttentionBackwardSm90:
         All have then finished the GEMMs of the step before that read its stages, which are free again.
         """
         cute.arch.fence_view_async_shared()
+        self.sync_warpgroups()
+
+    def sync_warpgroups(self):
+        """Waits until every MMA warpgroup is here, within a step."""
         # the form that is not .aligned, because a warpgroup that passes hidden keys is at another instruction
         cute.arch.inline_ptx(f"barrier.sync {NamedBarrierBwd.PdS.value}, {self.num_mma_threads};")
 
     def get_score_place(self, context: MmaContext) -> tuple[Int32, Int32]:
-        """Where this thread's part of S^T lies in the tile: `tidx` and `first_column` of `mask.apply_mask`."""
+        """Where this thread's part of S^T, or S, lies in the tile: `tidx` and `first_column` of `mask.apply_mask`."""
         if not self.config.split_columns:
             return context.tidx, Int32(0)
         return context.tidx % WARPGROUP_THREADS, context.warpgroup_idx * self.config.score_columns
@@ -868,7 +889,7 @@ class FlashAttentionBackwardSm90:
         it: Int32,
     ):
         """(3) to (5) where a warpgroup has the keys of its S^T: P^T and dS^T stay in registers."""
-        stage, stage_dS = rings.Q.slot(it), it % NUM_DS_STAGES
+        stage, stage_dS = rings.Q.slot(it), self.slot_dS(it)
         # (3) dV += P^T dO
         issue_gemm(acc_dV, True, (context.gemm_dV.tiled_mma, rP, stage_of(context.gemm_dV.tCrB, stage)))
         self.sync_dS()
@@ -897,25 +918,29 @@ class FlashAttentionBackwardSm90:
     ):
         """(3) to (5) where a warpgroup has columns of all keys: P^T and dS^T go through shared memory.
 
-        dK comes first, so that the next Q arrives during the others, and dV last, behind which dQ is staged.
+        dK comes first, so that the next Q arrives during the others, and dV last, behind which dQ is staged; or
+        where dO has fewer stages than Q (`add_dV_first`) dV comes first and dK last.
         """
-        stage, stage_dS = rings.Q.slot(it), it % NUM_DS_STAGES
+        in_order, stage_dS = self.config.in_order, self.slot_dS(it)
         wgmma.store_C(context.store_S, rP, context.tRS_sP[None, None, None, stage_dS])
         self.sync_dS()
-        gemm_dV, gemm_dK = context.gemm_dV, context.gemm_dK
-        # (5) dK += dS^T Q
-        issue_gemm(acc_dK, True, (gemm_dK.tiled_mma, stage_of(gemm_dK.tCrA, stage_dS), stage_of(gemm_dK.tCrB, stage)))
+        # (5) dK += dS^T Q, (3) dV += P^T dO
+        dK = acc_dK, context.gemm_dK.product(*in_order(stage_dS, rings.Q.slot(it)))
+        dV = acc_dV, context.gemm_dV.product(*in_order(stage_dS, rings.dO.slot(it)))
+        (first, last), (first_ring, last_ring) = (dK, dV), (rings.Q, rings.dO)
+        if const_expr(self.config.add_dV_first):
+            (first, last), (first_ring, last_ring) = (dV, dK), (rings.dO, rings.Q)
+        issue_gemm(first[0], True, first[1])
         # (4) dQ = dS K
         acc_dQ = self.gemm_dQ(context, stage_dS)
-        # (3) dV += P^T dO
-        issue_gemm(acc_dV, True, (gemm_dV.tiled_mma, stage_of(gemm_dV.tCrA, stage_dS), stage_of(gemm_dV.tCrB, stage)))
+        issue_gemm(last[0], True, last[1])
         warpgroup.wait_group(2)
-        rings.Q.arrive_empty(it)
+        first_ring.arrive_empty(it)
         duty = self.accept_dQ_buffer(context, smem)
         warpgroup.wait_group(1)
         self.stage_dQ(context, smem, acc_dQ, duty, it)
         warpgroup.wait_group(0)
-        rings.dO.arrive_empty(it)
+        last_ring.arrive_empty(it)
 
     def gemm_dQ(self, context: MmaContext, stage_dS: Int32) -> cute.Tensor:
         """Issues this warpgroup's part of dQ = dS K."""
@@ -926,8 +951,7 @@ class FlashAttentionBackwardSm90:
     ) -> cute.Tensor:
         """Issues A B, both in shared memory, plus further products into a new accumulator."""
         acc = make_accumulator(gemm.tiled_mma, shape_mn)
-        A_B = (gemm.tiled_mma, stage_of(gemm.tCrA, stage_A), stage_of(gemm.tCrB, stage_B))
-        issue_gemm(acc, False, A_B, *products)
+        issue_gemm(acc, False, gemm.product(stage_A, stage_B), *products)
         return acc
 
     def accept_dQ_buffer(self, context: MmaContext, smem: Smem) -> Int32:
@@ -1018,8 +1042,8 @@ class FlashAttentionBackwardSm90:
 
     def write_gradient(self, gemm: Gemm, acc: cute.Tensor, sdX: cute.Tensor, tidx: Int32):
         """Rounds this thread's part of dK or dV into shared memory."""
-        tiled_copy, tRS_sdX = wgmma.make_store_C(gemm.tiled_mma, sdX, tidx, transpose=False)
-        wgmma.store_C(tiled_copy, wgmma.to_operand_A(acc, self.dtype), tRS_sdX)
+        tiled_copy, tRS_sdX = wgmma.make_store_C(gemm.tiled_mma, sdX, tidx, transpose=self.config.swap_operands)
+        wgmma.store_C(tiled_copy, wgmma.round_registers(acc, self.dtype), tRS_sdX)
         cute.arch.fence_view_async_shared()
 
     def store_gradient(self, atom: cute.CopyAtom, sdX: cute.Tensor, gdX: cute.Tensor):

@@ -4,7 +4,8 @@ In S^T and dP^T a query is a column, and the eight lanes that share a column nee
 by `BwdConfig.stats_by_gemm`:
 
 `VectorStats`: fp32 vectors in shared memory, of which each thread loads its columns' values. The loads take as much of
-the shared-memory bandwidth as staging the dQ partial does, which at head dim 128 is what bounds a step.
+the shared-memory bandwidth as staging the dQ partial does, which at head dim 128 is what bounds a step. In S and dP
+(`BwdConfig.swap_operands`) a query is a row: a thread has two, and loads little.
 
 `GemmStats`: the statistics are a row of eight bf16 values per query, of whose sums each is exact to fp32,
 
@@ -52,7 +53,10 @@ class VectorStats:
         """What the other methods take as `parts`."""
         if not self.config.split_columns:
             return (smem.sStats,)
-        return (cute.domain_offset((warpgroup_idx * self.config.score_columns, 0), smem.sStats),)
+        first_query = warpgroup_idx * self.config.score_columns
+        if self.config.swap_operands:
+            first_query = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * 16  # rows of a warp
+        return (cute.domain_offset((first_query, 0), smem.sStats),)
 
     def products_S(self, parts, stage: Int32) -> tuple:
         """Further products (tiled_mma, tCrA, tCrB) of the GEMM of S^T."""
@@ -64,31 +68,37 @@ class VectorStats:
 
     @cute.jit
     def softmax(self, acc_S: cute.Tensor, parts, stage: Int32, softmax_scale_log2: Float32):
-        """acc_S = P^T, in place."""
-        tLSE = self.column_values(parts[0], stage, 0)
+        """acc_S = P^T, or P, in place."""
+        tLSE = self.load_values(parts[0], stage, 0)
         S = by_columns(acc_S)
         for v in cutlass.range_constexpr(cute.size(S, mode=[2])):
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    S[c, r, v] = cute.math.exp2(S[c, r, v] * softmax_scale_log2 - tLSE[c, v], fastmath=True)
+                    S[c, r, v] = cute.math.exp2(S[c, r, v] * softmax_scale_log2 - tLSE[c, r, v], fastmath=True)
 
     @cute.jit
     def softmax_backward(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, parts, stage: Int32):
-        """acc_dP = dS^T, in place."""
-        tdPsum = self.column_values(parts[0], stage, self.config.tile_m)
+        """acc_dP = dS^T, or dS, in place."""
+        tdPsum = self.load_values(parts[0], stage, self.config.tile_m)
         P, dP = by_columns(acc_P), by_columns(acc_dP)
         for v in cutlass.range_constexpr(cute.size(P, mode=[2])):
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    dP[c, r, v] = P[c, r, v] * (dP[c, r, v] - tdPsum[c, v])
+                    dP[c, r, v] = P[c, r, v] * (dP[c, r, v] - tdPsum[c, r, v])
 
-    def column_values(self, sStats: cute.Tensor, stage: Int32, first: int) -> cute.Tensor:
-        """Loads the values of this thread's columns, (2, score_columns / 8), from the vector at `first`."""
-        vector = sStats[None, stage].iterator + (first + 2 * (cute.arch.lane_idx() % 4))
-        source = cute.make_tensor(vector.align(8), cute.make_layout((2, self.config.score_columns // 8), stride=(1, 8)))
+    def load_values(self, sStats: cute.Tensor, stage: Int32, first: int) -> cute.Tensor:
+        """Loads this thread's values from the vector at `first`, for each score, in the shape of `by_columns`."""
+        vector, num_groups = sStats[None, stage].iterator, self.config.score_columns // 8
+        if self.config.swap_operands:
+            rows = vector + (first + cute.arch.lane_idx() // 4)
+            source, stride = cute.make_tensor(rows, cute.make_layout(2, stride=8)), (0, 1, 0)
+        else:
+            columns = (vector + (first + 2 * (cute.arch.lane_idx() % 4))).align(8)
+            source = cute.make_tensor(columns, cute.make_layout((2, num_groups), stride=(1, 8)))
+            stride = (1, 0, 2)
         values = cute.make_rmem_tensor(source.shape, Float32)
         cute.autovec_copy(source, values)
-        return values
+        return cute.make_tensor(values.iterator, cute.make_layout((2, 2, num_groups), stride=stride))
 
 
 class GemmParts(NamedTuple):

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from cute_dash.config import NUM_DS_STAGES, BwdConfig
+from cute_dash.config import BwdConfig
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -75,14 +75,17 @@ class OperandLayouts(NamedTuple):
 def make_operand_layouts(dtype, config: BwdConfig, staged: bool) -> OperandLayouts:
     """The layouts of a configuration. A GEMM whose columns the warpgroups share out needs atoms that fit a share."""
     tiles = get_tiles(config)
-    columns_dK, columns_dV = (get_columns_dKV(config, tile[1]) for tile in (tiles.K, tiles.V))
-    num_stages, num_dS_stages = (config.num_stages, NUM_DS_STAGES) if staged else (None, None)
+    # elements of the head dim and keys that one wgmma of dK, or of dV, takes
+    (columns_dK, keys), (columns_dV, _) = (get_dKV_extents(config, tile[1]) for tile in (tiles.K, tiles.V))
+    stages_Q, stages_dO, stages_dS = (config.num_stages, config.num_stages_dO, config.num_dS_stages)
+    if not staged:
+        stages_Q, stages_dO, stages_dS = None, None, None
     return OperandLayouts(
-        Q=make_smem_layout(dtype, tiles.Q, num_stages, columns_dK),
+        Q=make_smem_layout(dtype, tiles.Q, stages_Q, columns_dK),
         K=make_smem_layout(dtype, tiles.K, columns_per_mma=get_dQ_piece(config)[1]),
         V=make_smem_layout(dtype, tiles.V, columns_per_mma=columns_dV),
-        dO=make_smem_layout(dtype, tiles.dO, num_stages, columns_dV),
-        dS=make_smem_layout(dtype, (config.tile_m, config.tile_n), num_dS_stages),
+        dO=make_smem_layout(dtype, tiles.dO, stages_dO, columns_dV),
+        dS=make_smem_layout(dtype, (config.tile_m, config.tile_n), stages_dS, keys),
     )
 
 
@@ -94,7 +97,10 @@ def transpose_view(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def make_tiled_mma_SdP(dtype, config: BwdConfig, A_in_regs: bool = False) -> cute.TiledMma:
-    """S^T = K Q^T and dP^T = V dO^T: (tile_n, tile_m), shared out by keys or by queries."""
+    """S^T = K Q^T and dP^T = V dO^T: (tile_n, tile_m), shared out by keys or by queries.
+
+    With swapped operands S = Q K^T and dP = dO V^T: (tile_m, tile_n), shared out by keys.
+    """
     num_warpgroups = config.num_mma_warpgroups
     return make_trivial_tiled_mma(
         dtype,
@@ -112,34 +118,36 @@ def make_tiled_mma_dKV(dtype, config: BwdConfig, head_dim_padded: int) -> cute.T
     """dV += P^T dO and dK += dS^T Q: (tile_n, head_dim_padded), or head_dim_v_padded for dV.
 
     By keys, with P^T and dS^T in registers, or by columns, with both in shared memory as (tile_m, tile_n) tiles.
+    With swapped operands dV^T += dO^T P and dK^T += Q^T dS: (head_dim_padded, tile_n).
     """
-    num_warpgroups = config.num_mma_warpgroups
-    columns = get_columns_dKV(config, head_dim_padded)
-    if config.split_columns:
-        return make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            MN_MAJOR,
-            MN_MAJOR,
-            Float32,
-            atom_layout_mnk=(1, num_warpgroups, 1),
-            tiler_mn=(64, columns),
-        )
+    rows, columns = get_dKV_mma(config, head_dim_padded)
     return make_trivial_tiled_mma(
         dtype,
         dtype,
-        K_MAJOR,
+        MN_MAJOR if config.split_columns else K_MAJOR,
         MN_MAJOR,
         Float32,
-        atom_layout_mnk=(num_warpgroups, 1, 1),
+        atom_layout_mnk=(rows // 64, config.num_mma_warpgroups * 64 // rows, 1),
         tiler_mn=(64, columns),
-        a_source=warpgroup.OperandSource.RMEM,
+        a_source=warpgroup.OperandSource.SMEM if config.split_columns else warpgroup.OperandSource.RMEM,
     )
 
 
-def get_columns_dKV(config: BwdConfig, head_dim_padded: int) -> int:
-    """The columns of dK, or of dV, that one warpgroup computes."""
-    return head_dim_padded // config.num_mma_warpgroups if config.split_columns else head_dim_padded
+def get_dKV_mma(config: BwdConfig, head_dim_padded: int) -> tuple[int, int]:
+    """Rows that the wgmmas of all warpgroups side by side have of dK or dV, and columns that one wgmma has.
+
+    By columns where the warpgroups share the columns out, but not those of a dV^T of as many rows as their wgmmas have
+    together: it takes fewer bytes of shared memory to share these out.
+    """
+    rows, columns = config.in_order(config.tile_n, head_dim_padded)
+    all_rows = 64 * config.num_mma_warpgroups
+    return (all_rows, columns) if rows == all_rows else (64, columns // config.num_mma_warpgroups)
+
+
+def get_dKV_extents(config: BwdConfig, head_dim_padded: int) -> tuple[int, int]:
+    """Elements of the head dim, and keys, that one wgmma of dK or dV has."""
+    _, columns = get_dKV_mma(config, head_dim_padded)
+    return (64, columns) if config.swap_operands else (columns, 64)
 
 
 def splits_dQ_rows(config: BwdConfig) -> bool:
@@ -196,6 +204,10 @@ class Gemm(NamedTuple):
         tCrA = None if sA is None else mma.make_fragment_A(mma.partition_A(sA))
         return Gemm(tiled_mma, tCrA, mma.make_fragment_B(mma.partition_B(sB)))
 
+    def product(self, stage_A: Int32 | None, stage_B: Int32 | None) -> tuple:
+        """What `issue_gemm` takes for these stages of the operands."""
+        return self.tiled_mma, stage_of(self.tCrA, stage_A), stage_of(self.tCrB, stage_B)
+
 
 def make_accumulator(tiled_mma: cute.TiledMma, shape_mn: tuple[int, int]) -> cute.Tensor:
     """Uninitialised fp32 accumulator registers of an (M, N) tile."""
@@ -244,13 +256,17 @@ def to_operand_A(acc: cute.Tensor, dtype) -> cute.Tensor:
 
     Flat register order is the same in both: ((2, 2, V), 1, 1) -> ((2, 2, 2), 1, V / 2).
     """
-    num_k_blocks = cute.size(acc) // 8
-    operand = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, num_k_blocks)), dtype)
-    pairs = cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(acc))), Int32)
+    return round_registers(acc, dtype, ((2, 2, 2), 1, cute.size(acc) // 8))
+
+
+def round_registers(acc: cute.Tensor, dtype, shape=None) -> cute.Tensor:
+    """Rounds an accumulator to `dtype`, in `shape`, default its own, with the same flat register order."""
+    rounded = cute.make_rmem_tensor(cute.make_layout(acc.shape if shape is None else shape), dtype)
+    pairs = cute.recast_tensor(cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(acc))), Int32)
     source = cute.make_tensor(acc.iterator, cute.make_layout((2, cute.size(pairs))))
     for i in range(cute.size(pairs)):
         pairs[i] = _round_pair(source[0, i], source[1, i], dtype)
-    return operand
+    return rounded
 
 
 def _round_pair(low: Float32, high: Float32, dtype) -> Int32:
@@ -266,12 +282,15 @@ def _round_pair(low: Float32, high: Float32, dtype) -> Int32:
 
 
 def make_store_C(tiled_mma: cute.TiledMma, sC: cute.Tensor, tidx: Int32, transpose: bool):
-    """Partitions sC for storing 16-bit accumulators with stmatrix.
+    """Partitions the row-major tile sC for storing 16-bit accumulators with stmatrix.
 
+    Args:
+        transpose: whether the accumulators are those of the tile's transpose.
     Returns:
-        (tiled_copy, tRS_sC): pass both to `store_C`. sC is in the MMA's (M, N) coordinates; `transpose` tells that M,
-        not N, is contiguous in it.
+        (tiled_copy, tRS_sC): pass both to `store_C`.
     """
+    if transpose:
+        sC = transpose_view(sC)
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=transpose, num_matrices=4), sC.element_type)
     tiled_copy = cute.make_tiled_copy_C(atom, tiled_mma)
     return tiled_copy, tiled_copy.get_slice(tidx).partition_D(sC)

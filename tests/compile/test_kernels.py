@@ -36,6 +36,8 @@ MASKS = ((False, False), (True, False), (False, True))
 CONFIGS = [get_config(head_dim, *mask) for head_dim in TUNED_HEAD_DIMS for mask in MASKS]
 OTHER_HEAD_DIMS = [(d, d) for d in TILE_HEAD_DIMS if d not in TUNED_HEAD_DIMS] + [UNEQUAL_HEAD_DIMS]
 OTHER_CONFIGS = [get_config(qk, *mask, v) for qk, v in OTHER_HEAD_DIMS for mask in MASKS]
+# not shipped: KV tiles of 96 keys
+OTHER_CONFIGS += [replace(get_config(192, *mask, v), tile_n=96) for v in (192, 128) for mask in MASKS]
 
 
 def concrete_schedules():
@@ -140,7 +142,8 @@ def padded_keys():
 
 
 def describe(key):
-    return key.describe().replace(" ", "-") + ("-cooperative" if key.cooperative else "")
+    keys96 = "-keys96" if key.config.tile_n == 96 else ""
+    return key.describe().replace(" ", "-") + keys96 + ("-cooperative" if key.cooperative else "")
 
 
 PADDED_KEYS = padded_keys()
@@ -152,13 +155,18 @@ DEBUG_KEYS = [
 every_release = pytest.mark.parametrize("key", RELEASE_KEYS, ids=describe)
 every_build = pytest.mark.parametrize("key", RELEASE_KEYS + DEBUG_KEYS, ids=describe)
 every_config = pytest.mark.parametrize(
-    "config", CONFIGS + OTHER_CONFIGS, ids=lambda config: f"hd{config.head_dims}-{config.mask}"
+    "config", CONFIGS + OTHER_CONFIGS, ids=lambda config: f"hd{config.head_dims}-{config.mask}-keys{config.tile_n}"
 )
 
 
 def expected_hgmma_shapes(config: BwdConfig) -> Counter[tuple[int, int, int]]:
     """(M, N, K) of the warpgroup MMAs that one warpgroup issues for one step, K = 16 for 16-bit operands."""
     rows, columns, columns_v = config.tile_m, config.head_dim_padded, config.head_dim_v_padded
+    if config.tile_n == 96:
+        # S and dP, and the three times 64 rows of dK^T and of dV^T of 192, by 48 keys; dV^T of 128 by rows
+        num_by_keys = (columns + columns_v) // 16 + 3 * rows // 16 * (1 if columns_v == 128 else 2)
+        num_dV = rows // 16 if columns_v == 128 else 0
+        return Counter({(64, 48, 16): num_by_keys, (64, 96, 16): num_dV + config.tile_n // 16})  # and dQ
     by_columns = config.tile_n == 64
     queries, share = (config.tile_m // 2, 2) if by_columns else (config.tile_m, 1)
     split_rows = rows >= 128
@@ -220,10 +228,15 @@ def test_a_gradient_of_the_lse_costs_one_load_and_one_subtraction_for_each_row(k
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
-@pytest.mark.parametrize("head_dims", [(d, d) for d in (32, 64, 72, 128, 136, 200)] + [UNEQUAL_HEAD_DIMS], ids=str)
-def test_tma_tensors_end_at_head_dim_and_boxes_do_not(head_dims, varlen, monkeypatch):
+@pytest.mark.parametrize(
+    ("head_dims", "changes"),
+    [((d, d), {}) for d in (32, 64, 72, 128, 136, 200)]
+    + [(UNEQUAL_HEAD_DIMS, {}), ((136, 136), dict(tile_n=96)), (UNEQUAL_HEAD_DIMS, dict(tile_n=96))],
+    ids=str,
+)
+def test_tma_tensors_end_at_head_dim_and_boxes_do_not(head_dims, changes, varlen, monkeypatch):
     """The hardware clips at the tensors' extents; a box has its width and brings its bytes whatever it clips."""
-    config = get_config(head_dims[0], True, head_dim_v=head_dims[1])
+    config = replace(get_config(head_dims[0], True, head_dim_v=head_dims[1]), **changes)
     found = []
     make_atom = cpasync.make_tiled_tma_atom
 
@@ -370,6 +383,8 @@ def num_boxes(config):
         192: dict(Q=32, K=32, dQ=32, V=32, dO=32),  # 96 columns for each warpgroup
         256: dict.fromkeys(("Q", "K", "V", "dO", "dQ"), 64),
     }
+    if config.tile_n == 96:  # dQ by columns, of which 96 are no multiple of 64; the rest by 64 rows of a wgmma
+        widths[192], widths[128] = dict(Q=64, K=32, dQ=32, V=64, dO=64), dict(V=64, dO=64)
     width, width_v = widths[columns], widths[columns_v]
     return {name: columns // width[name] for name in ("Q", "K", "dQ")} | {
         name: columns_v // width_v[name] for name in ("V", "dO")

@@ -25,6 +25,8 @@ CONFIGS = {
     "hd128": dict(head_dim=128),  # passes hidden keys by
     "hd192": dict(head_dim=192),  # shared out by columns, K in registers, dK and dV through sK and sV
     "hd256": dict(head_dim=256),  # the same without registers for K, and one stage
+    "hd192_keys96": dict(head_dim=192, tile_n=96),  # operands swapped: one stage of P and dS, and one of dO
+    "hd192_128_keys96": dict(head_dim=192, head_dim_v=128, tile_n=96),  # the same with two of dO
 }
 
 
@@ -76,6 +78,11 @@ BUGS = {
     "K and V are released before all have read them": ("hd64", "full", "s[KV]: .'[KV]', .* overwritten by .'[KV]'"),
     "K and V are loaded over dK and dV": ("hd192", "full", "s[KV]: .'dKV', .* overwritten by .'[KV]'"),
     "a CTA exits while dK and dV are being read": ("hd64", "full", "exits"),
+    "P and dS are written over those of the step before": (
+        "hd192_128_keys96",
+        "full",
+        "s(dS|P): .'dS', .* overwritten by .'dS'",
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -346,6 +346,27 @@ def test_tile_shapes_can_be_chosen():
     refs = attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, True)
     for grad, ref in zip(run(x, True, "shortest_first", config=config, interleaving=0), refs, strict=True):
         assert relative_error(grad, ref) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "local"])
+@pytest.mark.parametrize("lengths", [(300, 520), (97, 96), (700, 193)], ids=str)
+@pytest.mark.parametrize("head_dim_v", [192, 128])
+def test_gradients_in_kv_tiles_of_96_keys_equal_fp64(head_dim_v, lengths, mask, monkeypatch):
+    """Neither a power of two nor a multiple of the queries of a Q tile."""
+    causal, window_size = mask == "causal", (130, 40) if mask == "local" else (-1, -1)
+    config = replace(get_config(192, causal, mask == "local", head_dim_v), tile_n=96)
+    x = random_inputs(1, *lengths, 4, 192, num_heads_kv=2, head_dim_v=head_dim_v, dtype=torch.float32)
+    widths, step = [], emulator._BackwardRun._step
+    monkeypatch.setattr(
+        emulator._BackwardRun,
+        "_step",
+        lambda self, m, tile, dk, dv: widths.append(len(dk)) or step(self, m, tile, dk, dv),
+    )
+    grads = run(x, causal, "shortest_first", window_size=window_size, config=config, interleaving=1)
+    refs = attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, causal, window_size)
+    for grad, ref in zip(grads, refs, strict=True):
+        assert relative_error(grad, ref) < FP32_TOLERANCE
+    assert set(widths) == {96, lengths[1] % 96 or 96}
 
 
 @dataclass(frozen=True)
