@@ -170,16 +170,14 @@ def _table(args: argparse.Namespace) -> int:
     return 0
 
 
-def _headline(args: argparse.Namespace) -> int:
-    results = _load(args.headline, args.regime)
-    print(report.headline(results, _style(args, args.regime)))
-    return 0
+def _prints(option: str, render: Callable[[Results, report.Style], str]) -> Callable[[argparse.Namespace], int]:
+    """A report that is one table of the files that its option names."""
 
+    def run(args: argparse.Namespace) -> int:
+        print(render(_load(getattr(args, option), args.regime), _style(args, args.regime)))
+        return 0
 
-def _price(args: argparse.Namespace) -> int:
-    results = _load(args.price, args.regime)
-    print(report.price(results, _style(args, args.regime)))
-    return 0
+    return run
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -187,12 +185,6 @@ def _compare(args: argparse.Namespace) -> int:
     text, regressions = report.compare(old, new, args.threshold, _style(args, args.regime))
     print(text)
     return int(regressions > 0)
-
-
-def _paper(args: argparse.Namespace) -> int:
-    results = _load(args.paper, args.regime)
-    print(report.paper(results, _style(args, args.regime)))
-    return 0
 
 
 def _model(args: argparse.Namespace) -> int:
@@ -207,10 +199,10 @@ def _model(args: argparse.Namespace) -> int:
 
 _REPORTS: dict[str, Callable[[argparse.Namespace], int]] = {
     "table": _table,
-    "headline": _headline,
-    "price": _price,
+    "headline": _prints("headline", report.headline),
+    "price": _prints("price", report.price),
     "compare": _compare,
-    "paper": _paper,
+    "paper": _prints("paper", report.paper),
     "model": _model,
 }
 

@@ -154,8 +154,7 @@ class DenseSchedule(CompileTimeHandle):
     For masks that leave a KV tile a range of m_blocks, a Q tile a range of n_blocks: full, causal, sliding windows.
 
     A subclass sets `name` and overrides the orders it changes; its fields that are said to be ints must be ints. With
-    these defaults every wait is on a tile claimed
-    earlier, so one resident CTA is enough.
+    these defaults every wait is on a tile claimed earlier, so one resident CTA is enough.
 
     Attributes:
         heads_per_group: streams interleaved in the tile order, so that their Q, dO and dQ share the L2; the last group

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cute_dash import flash_attn_func, interface, validation
+from cute_dash import flash_attn_func, interface
+from cute_dash.validation import resolve_schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -152,7 +153,7 @@ def check_schedule(schedule: str, device: torch.device) -> None:
     """Raises ValueError or ImportError if the model's attention cannot run with it."""
     config = get_config(device)
     x = torch.empty(config.batch, config.seqlen, config.width // HEAD_DIM, HEAD_DIM, device=device)  # (B, T, H, D)
-    validation.resolve_schedule(schedule, x, x, causal=True)
+    resolve_schedule(schedule, x, x, causal=True)
 
 
 def get_config(device: torch.device) -> Config:
