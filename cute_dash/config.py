@@ -18,7 +18,6 @@ TILE_HEAD_DIMS = (64, 96, 128, 192, 256)  # the others are padded to the next on
 TUNED_HEAD_DIMS = (64, 128)  # the measured ones, which tools take by default
 STATS_COLUMNS = 8  # bf16 values per query of the statistics operand: 16 bytes, one row of a wgmma core matrix
 NUM_DS_STAGES = 2  # dS of one step is written while that of the step before is read; see `num_dS_stages`
-CLAIM_LEAD = 1  # steps: the next work tile is claimed with the last step but one, see `publish_claim` of the kernel
 NUM_WORK_STAGES = 4  # claimed work tiles in shared memory: that many the fastest warp may be ahead of the slowest
 REGISTERS_PER_LANE = 504  # of the warpgroups together: a CTA of 384 threads starts with 168 for each
 NUM_MMA_WARPGROUPS = 2
@@ -47,7 +46,7 @@ class BwdConfig:
         skip_hidden_keys: a warpgroup whose keys no query of a step sees computes its part of dQ only. It pays where Q
             tiles are shorter than KV tiles: half of the first step on a diagonal is hidden then.
         K_in_regs: K, as operand A of S^T, is read from shared memory once per work tile and kept in registers, not read
-            in every step. False where `swap_operands`, whatever is given: operand A is Q there.
+            in every step. For 128 keys only: by columns K is not operand A, or there are no registers for it.
     """
 
     head_dim: int
@@ -67,7 +66,6 @@ class BwdConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
-        object.__setattr__(self, "K_in_regs", self.K_in_regs and not self.swap_operands)
         if self.causal and self.local:
             raise ValueError("causal=True and local=True exclude each other: a causal window is one with right = 0")
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
@@ -91,6 +89,8 @@ class BwdConfig:
                 "tile_n=96 is for head dims from 136 to 192, tile_m=64 and stats_by_gemm=False, not for "
                 f"head_dim={self.head_dim}, tile_m={self.tile_m}, stats_by_gemm={self.stats_by_gemm}"
             )
+        if self.K_in_regs and self.split_columns:
+            raise ValueError(f"K_in_regs=True is for tile_n=128, not for tile_n={self.tile_n}")
         if self.skip_hidden_keys and (self.mask == "full" or self.split_columns):
             raise ValueError(
                 "skip_hidden_keys=True is for masks that hide keys and warpgroups with keys of their own (tile_n=128), "
@@ -290,15 +290,14 @@ def _get_config(head_dim: int, causal: bool, local: bool) -> BwdConfig:
             local=local,
             prefetch_KV=True,
             skip_hidden_keys=causal or local,
-            K_in_regs=head_dim <= 96,  # as above 128; at 128 columns there are no registers for it
+            K_in_regs=head_dim <= 96,  # at 128 columns there are no registers for it
         )
     return BwdConfig(
         head_dim,
         causal,
         64,
-        tile_n=64,
+        tile_n=96 if head_dim <= 192 else 64,
         num_stages=2 if head_dim <= 192 else 1,  # two of 256 columns do not fit
         fuse_dQ=True,
         local=local,
-        K_in_regs=head_dim <= 192,  # at 256 there are no registers for it
     )

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from typing import NamedTuple
 
-from cute_dash.config import CLAIM_LEAD, NUM_MMA_WARPGROUPS, NUM_WORK_STAGES
+from cute_dash.config import NUM_MMA_WARPGROUPS, NUM_WORK_STAGES
 from cute_dash.kernels.roles import NUM_WORKING_PRODUCER_WARPS
 from tests.sm_model import Buffer, BulkGroup, Mbarrier, NamedBarrier, Ring, Tasks, check, copy_in, ready
 
@@ -49,9 +49,8 @@ class Kernel(Tasks):
     def __init__(self, config, schedule, shapes, num_ctas, rng, bug=None):
         super().__init__(rng)
         self.config, self.bug = config, bug
-        self.group_size = shapes[0].group_size
         cooperative = len(shapes) == 1 and schedule.min_resident_ctas(shapes[0]) > 1
-        self.claim_lead = CLAIM_LEAD if not cooperative or bug == "a claim leads where tiles wait for later ones" else 0
+        self.claims_early = not cooperative or bug == "claims are early where tiles wait for later ones"
         self.work = []  # the steps of every work index; None: void
         for sequence, shape in enumerate(shapes):
             indices = range(shape.num_work_tiles)
@@ -178,9 +177,8 @@ class Cta:
             turns = yield from self.next_work(work_it)
             if turns is None:
                 break
-            claim_step = self.get_claim_step(len(turns))
             for step in range((it + parity) & 1, len(turns), 2):
-                next_it = work_it + 1 if step == claim_step else None
+                next_it = work_it + 1 if step == len(turns) - 1 else None
                 yield from self.store_step(parity, it + step, turns[step], group, num_sums, next_it)
                 num_sums += turns[step].adds_sum
             it += len(turns)
@@ -190,14 +188,9 @@ class Cta:
             yield from self.dQ_free[parity].sync(parity)
         group.check_exit()
 
-    def get_claim_step(self, num_turns):
-        """Counted over all query heads, as `num_turns` is; but it is among the steps of the last one."""
-        num_steps = num_turns // self.kernel.group_size
-        return num_turns - min(num_steps, 1 + self.kernel.claim_lead)
-
     def store_step(self, parity, it, turn, group, num_sums, next_it):
         """`next_it`: the number of the claim that comes with this step, if one does."""
-        if next_it is not None and self.kernel.bug == "the next tile is claimed with turns outstanding":
+        if next_it is not None and self.kernel.claims_early and self.comes_soon(turn):
             yield from self.publish_claim(next_it)
             next_it = None
         if turn.finishes:
@@ -226,6 +219,9 @@ class Cta:
             yield from group.wait(read=False)
             self.kernel.semaphores[turn.dQ_tile] += 1
         self.kernel.num_steps_left -= 1
+
+    def comes_soon(self, turn):
+        return turn.lock_value is None or self.kernel.semaphores[turn.dQ_tile] >= turn.lock_value - 1
 
     def wait_turn(self, turn):
         if turn.lock_value is not None:

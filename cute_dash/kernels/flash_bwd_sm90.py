@@ -18,8 +18,8 @@ Warp roles of a CTA (4 producer warps, then the consumer warpgroups):
     LOAD                loads K, V once per work tile and Q/LSE/dPsum, dO per step (TMA)
     STORE_DQ_EVEN/ODD   take turns on the steps: wait for the tile's turn, add the staged dQ partial, pass the turn on.
                         One warp alone cannot: completion, fence and flag of one step must hide behind the next step.
-                        Whoever has the turn of a work tile's last step but one claims the next tile and decodes it for
-                        all warps; after a tile without steps EVEN does
+                        Whoever has a work tile's last step claims the next tile and decodes it for all warps; after a
+                        tile without steps EVEN does
     MMA warpgroups      everything above, then dK and dV
 
 The last to add to a dQ tile finishes it: the store warp brings the sum so far into the staging buffer, the MMA
@@ -51,10 +51,10 @@ other: dK and dV stay in registers for the whole group, and each query head has 
 With sequences of different lengths (`varlen`) each sequence is ordered by the schedule as a batch of one, and their
 work tiles are claimed sequence by sequence; a role enters the sequence of its work tile and then sees nothing else.
 
-CTAs are persistent and claim work tiles from an atomic counter in tile order, each a step before the end of the tile
-before (`publish_claim`: why then). The order of additions to dQ is kept by `semaphore`; lock value 0 stores instead of
-adding, so dQaccum is never zero-filled. A sliding window can leave a KV tile no step, because no query sees its keys:
-all roles then pass it by but for the epilogue, which writes zeros.
+CTAs are persistent and claim work tiles from an atomic counter in tile order, each before the end of the tile before
+(`publish_claim`: when, and why then). The order of additions to dQ is kept by `semaphore`; lock value 0 stores instead
+of adding, so dQaccum is never zero-filled. A sliding window can leave a KV tile no step, because no query sees its
+keys: all roles then pass it by but for the epilogue, which writes zeros.
 Everything the schedule decides is asked of `self.schedule` through the protocol; the kernel knows no schedule.
 
 Sources: FlashAttention-2 and -3 papers (tiling, warp specialization), DASH (arXiv 2601.21824; order as a schedule).
@@ -69,7 +69,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_dash.config import CLAIM_LEAD, NUM_WORK_STAGES, BwdConfig
+from cute_dash.config import NUM_WORK_STAGES, BwdConfig
 from cute_dash.ints import maximum, minimum, where
 from cute_dash.kernels import debug, mask, semaphore, varlen, wgmma
 from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms, map_rows
@@ -145,7 +145,6 @@ class FlashAttentionBackwardSm90:
     def __init__(self, config: BwdConfig, dtype, schedule: Schedule, debug: bool = False, cooperative: bool = False):
         self.config = config
         self.cooperative = cooperative
-        self.claim_lead = 0 if cooperative else CLAIM_LEAD
         self.dtype = dtype
         self.schedule = schedule
         self.debug = debug
@@ -472,11 +471,16 @@ class FlashAttentionBackwardSm90:
             own_gmem, own_extents, tile = self.enter_work(gmem, extents, claimed)
             shape = self.make_shape(own_extents)
             num_steps = self.schedule.get_num_steps(tile, shape)
-            claim_step = maximum(num_steps - 1 - self.claim_lead, 0)
             for member in cutlass.range(shape.group_size, unroll=1):
                 for step in cutlass.range((it + parity) & 1, num_steps, 2, unroll=1):
                     q_tile = self.get_q_tile(step, member, tile, shape)
                     turn = self.get_turn(q_tile, tile, shape)
+                    claims = (step == num_steps - 1) & (member == shape.group_size - 1)
+                    if const_expr(not self.cooperative):
+                        if claims:
+                            if self.comes_soon(own_gmem, own_extents, q_tile, turn):
+                                self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
+                                claims = Boolean(False)
                     if const_expr(self.fuse_dQ):
                         # before the buffer is there, because the sum so far must then be loaded into it
                         if turn.finishes:
@@ -486,7 +490,7 @@ class FlashAttentionBackwardSm90:
                     if const_expr(self.schedule.ordered):
                         if not turn.finishes:
                             self.wait_turn(own_gmem, own_extents, q_tile, tile, turn.lock_value)
-                    if (step == claim_step) & (member == shape.group_size - 1):
+                    if claims:
                         self.publish_claim(gmem, extents, smem, rings.work, work_it + 1)
                     self.send_dQ(own_gmem, atoms, smem, parity, q_tile, tile.batch_idx, turn)
                     self.finish_dQ(own_gmem, own_extents, parity, q_tile, tile.n_block, turn)
@@ -503,17 +507,19 @@ class FlashAttentionBackwardSm90:
     def publish_claim(self, gmem: Gmem, extents: Extents, smem: Smem, ring: Ring, work_it: Int32):
         """Claims the next work tile and hands it to all warps, or `NO_TILE`, which ends them.
 
-        It is called at the last step but one of the current tile, when its staging buffer and its turn are there, so
-        that what the next tile begins with is on its way before the last step; or at once, if the current tile has no
-        step. That cannot deadlock where every tile waits for earlier-claimed ones only: the tile of the least number
-        that is not finished is one that some CTA works on, and all that it waits for is done. Where tiles wait for
-        later-claimed ones (`cooperative`) it could. There the claim is made at the last step: the step before has given
-        the buffer back after its turn, so the CTA holds or has passed on every turn of its tile, and `check` has proved
-        that with such claims nothing can deadlock.
+        Called for the last step of the current tile: as soon as its warp comes to it, if its turn `comes_soon`, so that
+        what the next tile begins with is on its way before the last step; else when the turn and the staging buffer are
+        there. A tile without steps claims at once.
 
-        Not before there is a turn, because a claimed tile queues behind those of the current one: claimed with the last
-        loads, tiles of a serial order waited for whole streams, 17x slower; claimed before the last turn was waited
-        for, those of `longest_first` took three times as long.
+        That cannot deadlock where every tile waits for earlier-claimed ones only: the tile of the least number that is
+        not finished is one that some CTA works on, and all that it waits for is done. Where tiles wait for
+        later-claimed ones (`cooperative`) an early claim could, so there all wait for the turn: the step before has
+        given the buffer back after its own, so the CTA holds or has passed on every turn of its tile, and `check` has
+        proved that with such claims nothing can deadlock.
+
+        Not always early, because a claimed tile queues behind the turns of the current one: claimed before the last
+        turn was waited for, tiles of `longest_first` took three times as long, and of serial orders more. When a claim
+        is made changes no bits: a tile's place in every order is the schedule's.
         """
         tile, is_void = self.locate_work(extents, semaphore.claim_next(gmem.mCounter.iterator))
         if const_expr(extents.varlen):
@@ -600,6 +606,13 @@ class FlashAttentionBackwardSm90:
         for warpgroup_idx in cutlass.range_constexpr(self.config.num_mma_warpgroups):
             gSum = gmem.mdQaccum[None, warpgroup_idx, q_tile.m_block, q_tile.stream]
             copy_vector(gSum, smem.sdQaccum[None, warpgroup_idx], barrier)
+
+    @cute.jit
+    def comes_soon(self, gmem: Gmem, extents: Extents, q_tile: QTile, turn: Turn) -> Boolean:
+        """Whether at most one contributor is before this one on dQ tile `q_tile`; without an order, none is."""
+        if const_expr(not self.schedule.ordered):
+            return Boolean(True)
+        return semaphore.peek(self.semaphore_of(gmem, extents, q_tile)) >= turn.lock_value - 1
 
     @cute.jit
     def wait_turn(self, gmem: Gmem, extents: Extents, q_tile: QTile, tile: WorkTile, lock_value: Int32):

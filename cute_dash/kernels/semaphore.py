@@ -56,6 +56,15 @@ def release_turn(counter: cute.Pointer):
 
 
 @cute.jit
+def peek(counter: cute.Pointer) -> Int32:
+    """What a counter reads, for the whole warp. Orders nothing: for a decision that changes no bits."""
+    value = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        value = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
+    return cute.arch.shuffle_sync(value, 0)
+
+
+@cute.jit
 def claim_next(counter: cute.Pointer) -> Int32:
     """Claims the next number of a counter for the whole warp."""
     value = Int32(0)

@@ -1,10 +1,10 @@
 """The kernel's claim protocol, modelled: two store warps per CTA, one staging buffer, claims from a counter.
 
 `check` assumes that a CTA claims a tile when it is done with one. The kernel has two store warps that each run ahead on
-their own steps, and claims earlier: when the last step of a tile but one (`lead` 1) has its turn and the staging buffer
-("buffer") or, where more than one CTA must be resident, the last one (`lead` 0), so that no turn is left to wait for.
-This model makes every event of a store warp a separate step and runs them in random order; earlier claims where more
-than one CTA must be resident are the negative controls, and deadlock.
+their own steps, and claims earlier: when a warp comes to the last step of a tile ("look"), if that turn comes soon;
+else, and always where more than one CTA must be resident, when the last step has its turn and the staging buffer
+("buffer"), so that no turn is left to wait for. This model makes every event of a store warp a separate step and runs
+them in random order; earlier claims where more than one CTA must be resident are the negative controls, and deadlock.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from collections import Counter, deque
 import pytest
 
 from cute_dash import registry
-from cute_dash.config import CLAIM_LEAD, get_config
+from cute_dash.config import get_config
 from cute_dash.problem import MASKS, Window, normalize_mask
 from cute_dash.schedule import needs_one_cta
 from cute_dash.validation import TESTED_SCHEDULES
@@ -40,7 +40,7 @@ class Cta:
         self.num_added = 0
         self.claims_left = 1  # a CTA begins with a claim, and makes another where its protocol says so
 
-    def take(self, schedule, shape, work_idx, lead, sequence=0):
+    def take(self, schedule, shape, work_idx, sequence=0):
         tile = schedule.get_work_tile(work_idx, shape)
         num_steps = schedule.get_num_steps(tile, shape)
         self.claims_left += num_steps == 0  # nothing to wait for: the next is claimed at once
@@ -48,7 +48,7 @@ class Cta:
             m_block = schedule.get_m_block(step, tile, shape)
             target = (sequence, tile.batch_idx, tile.head_idx * shape.group_size + member, m_block)
             lock_value = schedule.get_lock_value(m_block, tile, shape)
-            claims = (member, step) == (shape.group_size - 1, max(num_steps - 1 - lead, 0))
+            claims = (member, step) == (shape.group_size - 1, num_steps - 1)
             self.steps[self.num_steps % 2].append((self.num_steps, target, lock_value, claims))
             self.num_steps += 1
 
@@ -56,13 +56,14 @@ class Cta:
 class Kernel:
     """All CTAs of a launch.
 
-    `claim_after` is the event that claims the next tile, "look", "turn", "buffer" or "add", of the step that is `lead`
-    before the last; by default as the kernel does.
+    Args:
+        claim_after: the event of a tile's last step that claims the next tile, "look", "turn", "buffer" or "add".
+        claims_early: whether "look" does, if the turn comes soon; by default as in the kernel.
     """
 
-    def __init__(self, schedule, shape, num_ctas, claim_after="buffer", lead=None):
+    def __init__(self, schedule, shape, num_ctas, claim_after="buffer", claims_early=None):
         self.schedule, self.shape, self.claim_after = schedule, shape, claim_after
-        self.lead = lead if lead is not None else CLAIM_LEAD if schedule.min_resident_ctas(shape) == 1 else 0
+        self.claims_early = schedule.min_resident_ctas(shape) == 1 if claims_early is None else claims_early
         self.ctas = [Cta() for _ in range(num_ctas)]
         self.semaphores = Counter()
         self.num_claimed = 0
@@ -70,7 +71,7 @@ class Kernel:
 
     def claim(self, cta):
         cta.claims_left -= 1
-        cta.take(self.schedule, self.shape, self.num_claimed, self.lead)
+        cta.take(self.schedule, self.shape, self.num_claimed)
 
     def enabled(self):
         """The events that can happen now, as (cta, event, warp)."""
@@ -97,7 +98,7 @@ class Kernel:
             self.claim(cta)
             self.num_claimed += 1
             return
-        _, target, _, claims = cta.steps[warp][0]
+        it, target, lock_value, claims = cta.steps[warp][0]
         if event == "look":
             cta.has_looked[warp] = True
         elif event == "turn":
@@ -109,8 +110,11 @@ class Kernel:
             cta.has_looked[warp] = cta.holds_turn[warp] = cta.has_buffer[warp] = False
             self.semaphores[target] += 1
             cta.steps[warp].popleft()
-        if claims and event == self.claim_after:
+        comes_soon = self.semaphores[target] >= lock_value - 1
+        if claims and (event == self.claim_after or (event == "look" and self.claims_early and comes_soon)):
             cta.claims_left += 1
+            if event == "look":  # the step claims once
+                cta.steps[warp][0] = it, target, lock_value, False
 
     def run(self, rng):
         """True if every work tile was finished, False if no event was left before."""
@@ -123,7 +127,7 @@ class PackedKernel(Kernel):
     """Sequences of different lengths: each has its own orders and turnstiles, and some claims between them are void."""
 
     def __init__(self, schedule, shapes, num_ctas, rng):
-        super().__init__(schedule, shapes[0], num_ctas, lead=CLAIM_LEAD)
+        super().__init__(schedule, shapes[0], num_ctas, claims_early=True)
         self.work = []
         for sequence, shape in enumerate(shapes):
             self.work += [(shape, work_idx, sequence) for work_idx in range(shape.num_work_tiles)]
@@ -135,7 +139,7 @@ class PackedKernel(Kernel):
             return  # the CTA claims once more
         cta.claims_left -= 1
         shape, work_idx, sequence = work
-        cta.take(self.schedule, shape, work_idx, self.lead, sequence)
+        cta.take(self.schedule, shape, work_idx, sequence)
 
 
 def shape_of(seqlen_q, seqlen_k, num_heads, head_dim, causal, window_size=(-1, -1), group_size=1):
@@ -177,14 +181,16 @@ def test_no_timing_deadlocks_sequences_of_different_lengths(name, mask):
 
 
 @pytest.mark.parametrize(
-    ("claim_after", "lead", "seqlens"), [("turn", 0, (384, 384)), ("look", 0, (384, 384)), ("buffer", 1, (256, 512))]
+    ("claim_after", "claims_early", "seqlens"),
+    [("turn", False, (384, 384)), ("look", False, (384, 384)), ("buffer", True, (384, 384))],
 )
-def test_a_claim_with_a_turn_outstanding_deadlocks(claim_after, lead, seqlens):
-    """A tile can have its last turn, or the last but one, before others, and then claims a tile that these wait for."""
+def test_a_claim_with_a_turn_outstanding_deadlocks(claim_after, claims_early, seqlens):
+    """A tile can come to its last step, or have that turn, before others; it then claims a tile that these wait for."""
     schedule, shape = registry.load("symmetric_shift"), shape_of(*seqlens, 2, 64, True)
-    assert schedule.min_resident_ctas(shape) == 2
+    residents = schedule.min_resident_ctas(shape)
+    assert residents > 1
     rng = random.Random(0)
-    outcomes = {Kernel(schedule, shape, 2, claim_after, lead).run(rng) for _ in range(200)}
+    outcomes = {Kernel(schedule, shape, residents, claim_after, claims_early).run(rng) for _ in range(200)}
     assert False in outcomes
 
 

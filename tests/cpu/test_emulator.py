@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -354,7 +354,7 @@ def test_tile_shapes_can_be_chosen():
 def test_gradients_in_kv_tiles_of_96_keys_equal_fp64(head_dim_v, lengths, mask, monkeypatch):
     """Neither a power of two nor a multiple of the queries of a Q tile."""
     causal, window_size = mask == "causal", (130, 40) if mask == "local" else (-1, -1)
-    config = replace(get_config(192, causal, mask == "local", head_dim_v), tile_n=96)
+    config = get_config(192, causal, mask == "local", head_dim_v)
     x = random_inputs(1, *lengths, 4, 192, num_heads_kv=2, head_dim_v=head_dim_v, dtype=torch.float32)
     widths, step = [], emulator._BackwardRun._step
     monkeypatch.setattr(
