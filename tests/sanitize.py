@@ -7,8 +7,15 @@ status: 0 every problem was seen to its end and all that was found is explained,
 fault that it must see, 2 not available here.
 
 A finding that has been understood and does no harm is explained in `EXPLANATIONS`, by what it is, not by where it was
-seen. A problem that did not come to its end is never clean, whatever was found until then: synccheck and memcheck end
-the process with the first launch that they find something in, so that what they find must be mended, not explained.
+seen. All that are explained now are orders of the main kernel that go over two barriers in a row. For each there is a
+control with the same barriers and nothing else, which is right (`sanitizer_control.Chain`), and an explanation counts
+only in a run in which racecheck reports that control, too: where it sees the order of the control, it is unexplained.
+The other forms of a control say what a report is worth: one barrier less, also right, and a race. Where the tool
+reports the right form and the race alike, it cannot tell them apart in the main kernel either, and a barrier that is
+missing there would have to be noticed elsewhere: by test_barrier_protocol.py or in the bits.
+
+A problem that did not come to its end is never clean, whatever was found until then: synccheck and memcheck end the
+process with the first launch that they find something in, so that what they find must be mended, not explained.
 
 What a finding would mean in a kernel of TMA copies, mbarriers and named barriers:
 
@@ -54,6 +61,7 @@ from tabulate import tabulate
 
 from cute_dash.compile import cache_dir
 from cute_dash.config import get_config
+from cute_dash.kernels.roles import WarpRole
 from cute_dash.testing import why_no_hopper
 from cute_dash.verify import Configuration, Extents
 from cute_dash.verify_gpu import describe_environment
@@ -73,6 +81,7 @@ FIRST_PORT, NUM_PORTS = 49152, 10  # the tool's defaults; processes side by side
 OK, FOUND, UNAVAILABLE = 0, 1, 2
 CONTROLS = {"memcheck": "past the end", "racecheck": "race"}  # tool -> the fault that it must see
 DONE = "done"
+RIGHT = ("whole", "direct", "sync_warp")  # forms of a chain that are no race
 
 
 class Finding(NamedTuple):
@@ -84,8 +93,56 @@ class Finding(NamedTuple):
     roles: tuple[str, ...]
 
 
-# each with the reason why it does no harm, which a reviewer has held against the code
-EXPLANATIONS: dict[Finding, str] = {}
+class Chain(NamedTuple):
+    """A control with the order that the main kernel has on `buffer`, in a form of `sanitizer_control.Chain`."""
+
+    buffer: str
+    form: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.buffer} {self.form}"
+
+
+CHAINS = (
+    *(Chain(buffer, form) for buffer in ("sDuty", "sdQ", "sStats") for form in ("whole", "direct", "broken")),
+    Chain("sStats", "sync_warp"),
+)
+
+_STORE_DQ = (WarpRole.STORE_DQ_EVEN.name, WarpRole.STORE_DQ_ODD.name)
+
+
+def _after_mma(kind: str, buffer: str, others: Sequence[str], reason: str) -> dict[Finding, str]:
+    """For what others do to a buffer after either MMA warpgroup."""
+    roles = [(f"MMA warpgroup {i}", other) for i in range(2) for other in others]
+    return {Finding("racecheck", kind, buffer, pair): reason for pair in roles}
+
+
+# each with the reason why it does no harm, which a reviewer has held against the code; they count where the tool
+# reports the control of the buffer, see `find_limits`
+EXPLANATIONS = {
+    **_after_mma(
+        "WAR",
+        "sDuty",
+        _STORE_DQ,
+        "an MMA thread reads it before it arrives at dQFull; the store warp of the step waits there, sends and arrives "
+        "at dQFree, where the other store warp waits before it writes: two named barriers in a row",
+    ),
+    **_after_mma(
+        "WAW",
+        "sdQ",
+        _STORE_DQ,
+        "an MMA thread stages its part before it arrives at dQFull; the store warp of the step waits there, sends and "
+        "arrives at dQFree, where the other one waits before it loads the sum: two named barriers in a row",
+    ),
+    **_after_mma(
+        "WAR",
+        "sStats",
+        (WarpRole.LOAD.name,),
+        "all MMA threads meet at PdS behind their reads; only then does one lane of each warp arrive on ring_Q's "
+        "empty, for which LOAD waits before it copies: a named barrier and an mbarrier in a row",
+    ),
+}
 
 
 class Task(NamedTuple):
@@ -94,7 +151,7 @@ class Task(NamedTuple):
     Attributes:
         name: which it announces when all before the backward is done.
         arguments: the command line.
-        buffers: of its main kernel.
+        buffers: of its main kernel; none for a control.
     """
 
     name: str
@@ -104,15 +161,24 @@ class Task(NamedTuple):
 
 @dataclass
 class Result:
-    """What a tool said of a task. `failure` is why there may be more than `rows`; "": there is not."""
+    """What a tool said of a task.
+
+    Attributes:
+        failure: why there may be more than `rows`; "": there is not.
+        limits: kinds and buffers of what the tool reports although it is right, as `find_limits` found.
+    """
 
     tool: str
     task: str
     rows: list[Row] = field(default_factory=list)
     failure: str = ""
+    limits: frozenset[tuple[str, str]] = frozenset()
 
     def explain(self, row: Row) -> str | None:
-        return EXPLANATIONS.get(Finding(self.tool, row.key.kind, row.key.buffer, row.key.roles))
+        """Why a finding does no harm, if that is known and the control shows it."""
+        if (row.key.kind, row.key.buffer) not in self.limits:
+            return None
+        return EXPLANATIONS.get(_get_finding(self.tool, row))
 
     @property
     def passed(self) -> bool:
@@ -135,6 +201,8 @@ class Result:
             lines.append(row.describe())
             if reason := self.explain(row):
                 lines.append(f"  explained: {reason}")
+            elif _get_finding(self.tool, row) in EXPLANATIONS:
+                lines.append(f"  not explained: the tool does not report the control {row.key.buffer} whole")
             if row.key.kind.startswith(UNPARSED):
                 lines += [f"  | {line}" for line in row.lines]
         lines += [f"not finished: {self.failure}"] * bool(self.failure)
@@ -146,13 +214,23 @@ class Result:
         return {"task": self.task, "result": self.cell, "failure": self.failure, "rows": rows}
 
 
+def _get_finding(tool: str, row: Row) -> Finding:
+    return Finding(tool, row.key.kind, row.key.buffer, row.key.roles)
+
+
 @dataclass
 class Run:
-    """A tool over all problems. `control` is what it said of the fault made for it, if there is one."""
+    """A tool over all problems.
+
+    Attributes:
+        control: what it said of the fault made for it, if there is one.
+        chains: what it said of `CHAINS`, if it is racecheck.
+    """
 
     tool: str
     results: list[Result]
     control: Result | None = None
+    chains: Mapping[Chain, Result] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -171,6 +249,16 @@ class Run:
             return [f"control: {self.tool} does not see a fault made for it", *self.control.describe()]
         return [f"control: {self.tool} sees a fault made for it: {self.control.rows[0].describe()}"]
 
+    def describe_chains(self) -> list[str]:
+        lines = []
+        for chain, result in self.chains.items():
+            ctas = sorted({int(block[0]) for row in result.rows for block in row.blocks})
+            text = f"reported in CTA {' and '.join(map(str, ctas))}" if result.rows else result.cell
+            lines.append(f"control {chain.name}, {'right' if chain.form in RIGHT else 'a race'}: {text}")
+            lines += [f"  {line}" for line in [row.describe() for row in result.rows[:1]]]
+            lines += [f"  not finished: {result.failure}"] * bool(result.failure)
+        return lines
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -179,6 +267,10 @@ class Run:
             "seconds": round(self.seconds, 1),
             "results": [result.as_dict() for result in self.results],
             "control": self.control and {**self.control.as_dict(), "seen": not self.blind},
+            "chains": [
+                {**chain._asdict(), "right": chain.form in RIGHT, "reported": bool(result.rows), **result.as_dict()}
+                for chain, result in self.chains.items()
+            ],
         }
 
 
@@ -237,12 +329,14 @@ def run_problem(number: int) -> None:
     announce(DONE)
 
 
-def run_control(past_the_end: bool) -> None:
-    """A kernel with a fault, which may take the context with it."""
-    from tests.gpu.sanitizer_control import NUM_ELEMENTS, compile_faulty
+def run_control(name: str) -> None:
+    """A kernel of which it is known what is to be found; its fault may take the context with it."""
+    from tests.gpu import sanitizer_control
 
-    announce("control")
-    compile_faulty(past_the_end)(torch.zeros(NUM_ELEMENTS, device="cuda"))
+    kernels = {fault: sanitizer_control.Faulty(fault == CONTROLS["memcheck"]) for fault in CONTROLS.values()}
+    kernels |= {chain.name: sanitizer_control.Chain(*chain) for chain in CHAINS}
+    announce(name)
+    sanitizer_control.compile_control(kernels[name])(torch.zeros(sanitizer_control.NUM_ELEMENTS, device="cuda"))
     torch.cuda.synchronize()
     announce(DONE)
 
@@ -287,16 +381,35 @@ def compile_all(setting: Setting, tasks: Sequence[Task]) -> dict[str, str]:
 
 
 def run_tool(setting: Setting, tool: str, tasks: Sequence[Task], broken: Mapping[str, str]) -> Run:
-    """Each task and the control under a tool; `broken`: tasks that fail without one, and why."""
+    """Each task and the controls under a tool; `broken`: tasks that fail without one, and why."""
     begin = time.monotonic()
-    control = [Task("control", _run_inside(CONTROLS[tool]), [])] if tool in CONTROLS else []
-    running = [task for task in [*tasks, *control] if task.name not in broken]
+    chains = {chain.name: chain for chain in CHAINS if tool == "racecheck"}
+    controls = [Task(name, _run_inside(name), []) for name in [*filter(None, [CONTROLS.get(tool)]), *chains]]
+    running = [task for task in [*tasks, *controls] if task.name not in broken]
     commands = [(task, _make_command(setting, tool, task, i)) for i, task in enumerate(running)]
     ended = _run(setting, tool, commands)
     results = {task.name: _read_result(setting, tool, task, end) for task, end in zip(running, ended, strict=True)}
     for name, reason in broken.items():
         results[name] = Result(tool, name, failure=f"it fails without the tool: {reason}")
-    return Run(tool, [results[task.name] for task in tasks], results.get("control"), time.monotonic() - begin)
+    of_chains = {chain: results[name] for name, chain in chains.items()}
+    limits = find_limits(of_chains)
+    return Run(
+        tool,
+        [replace(results[task.name], limits=limits) for task in tasks],
+        results.get(CONTROLS.get(tool, "")),
+        of_chains,
+        time.monotonic() - begin,
+    )
+
+
+def find_limits(chains: Mapping[Chain, Result]) -> frozenset[tuple[str, str]]:
+    """Kinds and buffers of the orders that the main kernel has and the tool does not see, by the controls."""
+    return frozenset(
+        (row.key.kind, chain.buffer)
+        for chain, result in chains.items()
+        if chain.form == "whole" and not result.failure
+        for row in result.rows
+    )
 
 
 def _make_command(setting: Setting, tool: str, task: Task, number: int) -> tuple[str, ...]:
@@ -354,7 +467,7 @@ def report(runs: Sequence[Run]) -> str:
     lines = [tabulate(list(cells.values()), headers="keys", disable_numparse=True)]
     for run in runs:
         lines += [line for result in run.results for line in result.describe()]
-    lines += [line for run in runs for line in run.describe_control()]
+    lines += [line for run in runs for line in (*run.describe_control(), *run.describe_chains())]
     return "\n".join([*lines, ", ".join(f"{run.tool} {run.seconds:.0f} s" for run in runs)])
 
 
@@ -394,13 +507,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=0, help="findings printed per problem; default: 0, all")
     parser.add_argument("--json", metavar="FILE", help="also write the whole result there")
     parser.add_argument("--raw", metavar="FOLDER", help="keep there what every process printed")
-    parser.add_argument("--inside", choices=("problem", *CONTROLS.values()), help=argparse.SUPPRESS)
+    controls = (*CONTROLS.values(), *(chain.name for chain in CHAINS))
+    parser.add_argument("--inside", choices=("problem", *controls), help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)  # of the problem
     args = parser.parse_args(argv)
     if args.inside == "problem":
         run_problem(args.number)
     elif args.inside:
-        run_control(args.inside == CONTROLS["memcheck"])
+        run_control(args.inside)
     if args.inside:
         return OK
     if reason := why_no_hopper():

@@ -129,7 +129,8 @@ def test_determinism_quotes_what_the_sanitizer_found(tmp_path, monkeypatch):
     roles = ("MMA warpgroup 0", "STORE_DQ_EVEN")
     finding = sanitize.Finding("racecheck", "WAR", "outside the storage, 0x4d0", roles)
     monkeypatch.setitem(sanitize.EXPLANATIONS, finding, "it is ordered")
-    racecheck = [sanitize.Result("racecheck", name, rows) for name, rows in (("a", explained), ("b", explained))]
+    limits = frozenset({(finding.kind, finding.buffer)})
+    racecheck = [sanitize.Result("racecheck", name, explained, limits=limits) for name in ("a", "b")]
     racecheck.append(sanitize.Result("racecheck", "c", other))
     synccheck = [sanitize.Result("synccheck", "a"), sanitize.Result("synccheck", "b", failure="stopped")]
     runs = [sanitize.Run("racecheck", racecheck, racecheck[0]), sanitize.Run("synccheck", synccheck)]

@@ -9,7 +9,22 @@ import pytest
 from cute_dash.testing import why_no_hopper
 from tests import sanitize
 from tests.processes import Ended
-from tests.sanitize import CONTROLS, DONE, FOUND, OK, UNAVAILABLE, Finding, Result, Run, Setting, Task, find_failure
+from tests.sanitize import (
+    CHAINS,
+    CONTROLS,
+    DONE,
+    EXPLANATIONS,
+    FOUND,
+    OK,
+    UNAVAILABLE,
+    Chain,
+    Finding,
+    Result,
+    Run,
+    Setting,
+    Task,
+    find_failure,
+)
 from tests.sanitizer_output import Buffer, read_output
 
 MAIN = "kernel_flash_bwd_sm90_0"
@@ -41,11 +56,13 @@ if done.returncode:
     print("========= Target application returned an error")
 sys.exit(done.returncode)
 """
-EXPLANATION = Finding("racecheck", "WAR", "sDuty", ("MMA warpgroup 0", "STORE_DQ_EVEN"))
+REASON = EXPLANATIONS[Finding("racecheck", "WAR", "sDuty", ("MMA warpgroup 0", "STORE_DQ_EVEN"))]
+LIMITS = frozenset({("WAR", "sDuty")})
+CONTROL_HAZARD = HAZARD.replace(MAIN, "kernel_flash_bwd_control_0")
 
 
-def make_result(text, tool="racecheck", failure="", task="first"):
-    return Result(tool, task, read_output(text.splitlines(), BUFFERS).rows, failure)
+def make_result(text, tool="racecheck", failure="", task="first", limits=frozenset()):
+    return Result(tool, task, read_output(text.splitlines(), BUFFERS).rows, failure, limits)
 
 
 def make_task(name, found="", code=""):
@@ -64,11 +81,13 @@ def setting(tmp_path):
 
 @pytest.fixture
 def controls(monkeypatch):
-    """In the place of the kernels with faults: a fault that the stand-in sees, and the other way round."""
+    """In the place of the kernels of which it is known what is to be found: what the stand-in finds in those named."""
 
-    def set_controls(found):
-        task = make_task("control", found)
-        monkeypatch.setattr(sanitize, "_run_inside", lambda *arguments: task.arguments)
+    def set_controls(found, *names):
+        def run_inside(name):
+            return make_task(name, found if name in names else "").arguments
+
+        monkeypatch.setattr(sanitize, "_run_inside", run_inside)
 
     return set_controls
 
@@ -83,36 +102,69 @@ def test_results_in_a_word_or_two():
     assert make_result("", failure="stopped").cell == "not finished"
 
 
-def test_an_explained_finding_does_not_fail(monkeypatch):
-    assert not sanitize.EXPLANATIONS.keys() & {EXPLANATION}
-    monkeypatch.setitem(sanitize.EXPLANATIONS, EXPLANATION, "it is ordered by an mbarrier")
-    explained, both = make_result(HAZARD * 2), make_result(HAZARD + BARRIER)
+def test_an_explained_finding_does_not_fail():
+    explained, both = make_result(HAZARD * 2, limits=LIMITS), make_result(HAZARD + BARRIER, limits=LIMITS)
     assert (explained.cell, explained.passed) == ("2 explained", True)
-    assert "explained: it is ordered by an mbarrier" in "\n".join(explained.describe())
+    assert f"  explained: {REASON}" in "\n".join(explained.describe())
     assert (both.cell, both.passed) == ("1 found, 1 explained", False)
-    assert [row["explanation"] for row in both.as_dict()["rows"]] == ["it is ordered by an mbarrier", None]
-    unfinished = make_result(HAZARD, failure="stopped")
+    assert [row["explanation"] for row in both.as_dict()["rows"]] == [REASON, None]
+    unfinished = make_result(HAZARD, failure="stopped", limits=LIMITS)
     assert (unfinished.cell, unfinished.passed) == ("at least 1 explained", False)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        make_result(HAZARD, tool="synccheck"),
-        make_result(HAZARD.replace("WAR", "RAW")),
-        make_result(HAZARD.replace("0x4d0", "0x500")),
-        make_result(HAZARD.replace("(32,0,0)", "(64,0,0)")),
+        make_result(HAZARD, tool="synccheck", limits=LIMITS),
+        make_result(HAZARD.replace("WAR", "RAW"), limits=LIMITS | {("RAW", "sDuty")}),
+        make_result(HAZARD.replace("0x4d0", "0x500"), limits=LIMITS),
+        make_result(HAZARD.replace("(32,0,0)", "(0,0,0)"), limits=LIMITS),
     ],
     ids=["tool", "kind", "buffer", "role"],
 )
-def test_an_explanation_is_for_one_finding(monkeypatch, other):
-    monkeypatch.setitem(sanitize.EXPLANATIONS, EXPLANATION, "it is ordered by an mbarrier")
-    assert make_result(HAZARD).passed and not other.passed
+def test_an_explanation_is_for_one_finding(other):
+    assert make_result(HAZARD, limits=LIMITS).passed and not other.passed
 
 
-def test_explanations_are_of_tools_and_have_reasons():
-    for finding, reason in sanitize.EXPLANATIONS.items():
+@pytest.mark.parametrize("limits", [frozenset(), frozenset({("WAW", "sDuty"), ("WAR", "sdQ")})])
+def test_an_explanation_is_worth_nothing_where_the_tool_does_not_report_its_control(limits):
+    result = make_result(HAZARD, limits=limits)
+    assert not result.passed and result.as_dict()["rows"][0]["explanation"] is None
+    assert "not explained: the tool does not report the control sDuty whole" in "\n".join(result.describe())
+
+
+def test_limits_are_what_is_reported_of_whole_chains():
+    """Not what is reported of other forms, of other kinds, or of a control that broke off."""
+    found = make_result(CONTROL_HAZARD)
+    chains = {Chain("sDuty", "whole"): found, Chain("sdQ", "direct"): found, Chain("sStats", "broken"): found}
+    assert sanitize.find_limits(chains) == LIMITS
+    assert not sanitize.find_limits({Chain("sDuty", "whole"): make_result(CONTROL_HAZARD, failure="stopped")})
+    assert not sanitize.find_limits({Chain("sDuty", "whole"): make_result("")})
+
+
+def test_explanations_are_of_tools_and_have_reasons_and_controls():
+    names = {chain.name for chain in CHAINS}
+    for finding, reason in EXPLANATIONS.items():
         assert finding.tool in sanitize.TOOLS and len(reason.split()) > 5
+        assert {f"{finding.buffer} {form}" for form in ("whole", "direct", "broken")} <= names
+    assert len(EXPLANATIONS) == 10  # two warpgroups, and two store warps for sDuty and sdQ
+
+
+def test_chains_are_reported_with_what_they_are():
+    chains = {
+        Chain("sDuty", "whole"): make_result(CONTROL_HAZARD * 2),
+        Chain("sDuty", "direct"): make_result(""),
+        Chain("sDuty", "broken"): make_result("", failure="stopped"),
+    }
+    run = Run("racecheck", [make_result("")], make_result(BARRIER), chains)
+    text = sanitize.report([run])
+    assert (
+        "control sDuty whole, right: reported in CTA 3\n  2 x WAR (0x4d0) in 1 CTA: read by warp 4 of control" in text
+    )
+    assert "control sDuty direct, right: clean" in text
+    assert "control sDuty broken, a race: not finished\n  not finished: stopped" in text
+    records = [(record["form"], record["right"], record["reported"]) for record in run.as_dict()["chains"]]
+    assert records == [("whole", True, True), ("direct", True, False), ("broken", False, False)]
 
 
 def test_report():
@@ -181,7 +233,7 @@ def test_without_a_tool_no_summary_is_missed():
 
 def test_problems_run_under_every_tool(setting, controls):
     """What is found in one problem is not taken for another's, and a problem that breaks off is not left out."""
-    controls(HAZARD)
+    controls(HAZARD, "race")
     tasks = [
         make_task("clean"),
         make_task("found", HAZARD),
@@ -196,7 +248,17 @@ def test_problems_run_under_every_tool(setting, controls):
     assert "status 3 before there was a backward" in run.results[3].failure
     assert not run.blind and not run.passed
     run = sanitize.run_tool(setting, "memcheck", tasks[:2], {})
-    assert [result.cell for result in run.results] == ["clean", "clean"] and run.blind
+    assert [result.cell for result in run.results] == ["clean", "clean"] and run.blind and not run.chains
+
+
+def test_an_explanation_counts_in_a_run_that_reports_its_control(setting, controls):
+    tasks = [make_task("found", HAZARD)]
+    for names, cell in (("sDuty whole",), "1 explained"), (("sDuty direct", "sdQ whole"), "1 found"):
+        controls(CONTROL_HAZARD, *names)
+        run = sanitize.run_tool(setting, "racecheck", tasks, {})
+        assert [result.cell for result in run.results] == [cell]
+        assert [chain.name for chain, result in run.chains.items() if result.rows] == sorted(names)
+        assert tuple(run.chains) == CHAINS
 
 
 def test_what_a_tool_is_told(setting, controls):
@@ -236,7 +298,7 @@ def test_kernels_with_line_numbers_are_cached_apart(tmp_path):
 
 
 def test_the_command(setting, controls, monkeypatch, tmp_path, capsys):
-    controls(HAZARD)
+    controls(CONTROL_HAZARD, "race")
     monkeypatch.setattr(sanitize, "why_no_hopper", lambda: None)
     monkeypatch.setattr(sanitize, "describe_environment", lambda: {"GPU": "a stand-in"})
     monkeypatch.setattr(sanitize, "find_sanitizer", lambda: setting.sanitizer)
@@ -256,8 +318,9 @@ def test_the_command(setting, controls, monkeypatch, tmp_path, capsys):
     ]
     assert run["results"][1]["rows"][0]["lines"][0].startswith("Error: Potential WAR hazard detected at")
     assert "Potential WAR hazard" in (raw / "racecheck-found.txt").read_text()
-    monkeypatch.setitem(sanitize.EXPLANATIONS, EXPLANATION, "it is ordered by an mbarrier")
+    controls(CONTROL_HAZARD, "race", "sDuty whole")
     assert sanitize.main(options) == OK
+    assert "control sDuty whole, right: reported in CTA 3" in capsys.readouterr().out
 
 
 def test_the_version_is_the_tools(tmp_path):
@@ -307,10 +370,11 @@ def test_every_problem_is_a_task():
 def test_the_inside_takes_what_it_is_given(monkeypatch):
     ran = []
     monkeypatch.setattr(sanitize, "run_problem", lambda number: ran.append(number))
-    monkeypatch.setattr(sanitize, "run_control", lambda past_the_end: ran.append(past_the_end))
-    insides = [sanitize._run_inside("problem", "--number", "3"), *map(sanitize._run_inside, CONTROLS.values())]
-    assert [sanitize.main(list(inside[3:])) for inside in insides] == [OK] * 3
-    assert ran == [3, True, False]
+    monkeypatch.setattr(sanitize, "run_control", lambda name: ran.append(name))
+    names = [*CONTROLS.values(), *(chain.name for chain in CHAINS)]
+    insides = [sanitize._run_inside("problem", "--number", "3"), *map(sanitize._run_inside, names)]
+    assert {sanitize.main(list(inside[3:])) for inside in insides} == {OK}
+    assert ran == [3, *names]
 
 
 @pytest.mark.skipif(why_no_hopper() is None, reason="there is a Hopper GPU here")

@@ -1,15 +1,21 @@
-"""Kernels with one fault each (device): what compute-sanitizer must report, if it looks at this package's kernels.
+"""Kernels in which it is known what compute-sanitizer should report (device).
+
+`Faulty` has one fault: the tool must see it, if it looks at this package's kernels. `Chain` has two accesses in an
+order of the main kernel's, or in a form of it: what the tool reports of those that are right is a limit of the tool.
 
 Their names have the part by which `tests.sanitize` picks kernels.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_dash.compile import ARCH
+from cute_dash.kernels.copy import copy_vector
+from cute_dash.kernels.pipeline import Ring, make_ring
+from cute_dash.kernels.roles import WARP_THREADS, WARPGROUP_THREADS
 
 NUM_THREADS = 64
 NUM_ELEMENTS = 128  # 512 bytes, in which torch allocates
@@ -39,11 +45,150 @@ class Faulty:
             mX[tidx] = sX[(tidx + NUM_THREADS // 2) % NUM_THREADS]  # written by the other warp; no barrier
 
 
-def compile_faulty(past_the_end: bool, options: str = ""):
+# warps of a chain; those from USERS on are a warpgroup
+FILLER, MIDDLE, USERS = 0, 1, 2
+NUM_ROUNDS = 4
+DELAY_NS = 1_000_000
+PLENTY_NS = 20 * DELAY_NS  # by which everybody has done everything, under the tool, too
+# named barriers
+EMPTY, FULL, FREE, USED = 1, 2, 3, 4
+
+
+class Chain:
+    """Two accesses to a buffer, ordered as in the main kernel, round by round, and nothing else.
+
+    `buffer` says whose order it is:
+
+        sDuty   users read  -> FULL -> MIDDLE -> FREE -> FILLER writes           named barriers, partly arrived at
+        sdQ     users write -> FULL -> MIDDLE -> FREE -> FILLER copies in bulk
+        sStats  users read  -> USED, all of them -> one lane per warp arrives -> FILLER copies in bulk    an mbarrier
+
+    and `form` what of it there is:
+
+        whole      all of it, which is right
+        direct     without the barrier in between: FILLER waits for FULL, or every lane arrives; also right
+        broken     a race: FILLER waits by the clock, or one lane arrives for the others without having waited for them
+        sync_warp  sStats alone: a sync_warp in place of the barrier of all users; right
+
+    In CTA 0 whoever waits is there before those who arrive, in CTA 1 behind them.
+    """
+
+    def __init__(self, buffer: str, form: str):
+        self.form = form
+        self.by_mbarrier = buffer == "sStats"
+        self.users_write = buffer == "sdQ"
+        self.fills_in_bulk = buffer != "sDuty"
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, stream):
+        """mX: (NUM_ELEMENTS,), fp32, of which none is negative."""
+        num_threads = USERS * WARP_THREADS + WARPGROUP_THREADS
+        self.flash_bwd_control(mX).launch(grid=(2, 1, 1), block=(num_threads, 1, 1), stream=stream)
+
+    @cute.kernel
+    def flash_bwd_control(self, mX: cute.Tensor):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        allocator = SmemAllocator()
+        sX = cute.make_tensor(
+            allocator.allocate_array(cutlass.Float32, NUM_ELEMENTS, byte_alignment=128), cute.make_layout(NUM_ELEMENTS)
+        )
+        ring = make_ring(allocator.allocate_array(Int64, 2), 1)
+        if warp_idx == FILLER:
+            with cute.arch.elect_one():
+                ring.init(1, WARPGROUP_THREADS if self.form == "direct" else WARPGROUP_THREADS // WARP_THREADS)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        waiters_are_late = cute.arch.block_idx()[0] == 1
+        for it in cutlass.range(NUM_ROUNDS, unroll=1):
+            if warp_idx == FILLER:
+                self.fill(mX, sX, ring, it, waiters_are_late)
+            elif warp_idx == MIDDLE:
+                self.pass_on(waiters_are_late)
+            else:
+                self.use(mX, sX, ring, it, waiters_are_late)
+
+    @cute.jit
+    def fill(self, mX: cute.Tensor, sX: cute.Tensor, ring: Ring, it: Int32, waiters_are_late: Boolean):
+        """What FILLER does in a round: the second access, to what the users have had the round before."""
+        if const_expr(self.by_mbarrier):
+            delay(waiters_are_late)
+            ring.wait_empty(it)
+        if const_expr(self.fills_in_bulk):
+            copy_vector(mX, sX, ring.expect_bytes(it, NUM_ELEMENTS * 4))
+        else:
+            for i in cutlass.range_constexpr(NUM_ELEMENTS // WARP_THREADS):
+                sX[cute.arch.lane_idx() + i * WARP_THREADS] = Float32(it)
+        if const_expr(not self.by_mbarrier):
+            if const_expr(self.fills_in_bulk):
+                ring.wait_full(it)
+            cute.arch.barrier_arrive(barrier_id=EMPTY, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
+            if const_expr(self.form == "whole"):
+                cute.arch.barrier(barrier_id=FREE, number_of_threads=2 * WARP_THREADS)
+            elif const_expr(self.form == "direct"):
+                self.wait_for_users(waiters_are_late)
+            else:
+                wait_by_clock(PLENTY_NS)
+
+    @cute.jit
+    def pass_on(self, waiters_are_late: Boolean):
+        """What MIDDLE does in a round; in `broken` it keeps to itself what it has learnt."""
+        if const_expr(not self.by_mbarrier and self.form != "direct"):
+            self.wait_for_users(waiters_are_late)
+            if const_expr(self.form == "whole"):
+                cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=2 * WARP_THREADS)
+
+    @cute.jit
+    def use(self, mX: cute.Tensor, sX: cute.Tensor, ring: Ring, it: Int32, waiters_are_late: Boolean):
+        """What a user does in a round: the first access, each to an element of its own."""
+        element = cute.arch.thread_idx()[0] - USERS * WARP_THREADS
+        if const_expr(self.by_mbarrier):
+            ring.wait_full(it)
+        else:
+            cute.arch.barrier(barrier_id=EMPTY, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
+        if const_expr(self.users_write):
+            sX[element] = Float32(it)
+            cute.arch.fence_view_async_shared()
+        else:
+            value = sX[element]
+            if value < 0.0:
+                mX[element] = value  # never, which the compiler does not know: it would not load
+        delay(not waiters_are_late)
+        if const_expr(not self.by_mbarrier):
+            cute.arch.barrier_arrive(barrier_id=FULL, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
+        elif const_expr(self.form == "direct"):
+            cute.arch.mbarrier_arrive(ring.empty)
+        else:
+            if const_expr(self.form == "whole"):
+                cute.arch.barrier(barrier_id=USED, number_of_threads=WARPGROUP_THREADS)
+            if const_expr(self.form == "sync_warp"):
+                cute.arch.sync_warp()
+            ring.arrive_empty(it)
+
+    def wait_for_users(self, is_late: Boolean):
+        delay(is_late)
+        cute.arch.barrier(barrier_id=FULL, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
+
+
+@cute.jit
+def delay(is_late: Boolean):
+    """Lets the others go first."""
+    if is_late:
+        wait_by_clock(DELAY_NS)
+
+
+@cute.jit
+def wait_by_clock(duration_ns: cutlass.Constexpr[int]):
+    start = cute.arch.globaltimer()
+    waited = Int64(0)
+    while waited < duration_ns:
+        waited = cute.arch.globaltimer() - start
+
+
+def compile_control(kernel: Faulty | Chain, options: str = ""):
     """Compiles it for Hopper, with or without a GPU here. Takes a CUDA tensor (NUM_ELEMENTS,), fp32."""
     return cute.compile(
-        Faulty(past_the_end),
-        make_fake_tensor(Float32, (NUM_ELEMENTS,), (1,), assumed_align=4),
+        kernel,
+        make_fake_tensor(Float32, (NUM_ELEMENTS,), (1,), assumed_align=16),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}".strip(),
     )
