@@ -221,7 +221,7 @@ class Cta:
         self.kernel.num_steps_left -= 1
 
     def comes_soon(self, turn):
-        return turn.lock_value is None or self.kernel.semaphores[turn.dQ_tile] >= turn.lock_value - 1
+        return turn.lock_value is None or self.kernel.semaphores[turn.dQ_tile] >= turn.lock_value - 2
 
     def wait_turn(self, turn):
         if turn.lock_value is not None:

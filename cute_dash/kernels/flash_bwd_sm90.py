@@ -609,10 +609,10 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def comes_soon(self, gmem: Gmem, extents: Extents, q_tile: QTile, turn: Turn) -> Boolean:
-        """Whether at most one contributor is before this one on dQ tile `q_tile`; without an order, none is."""
+        """Whether at most two contributors are before this one on dQ tile `q_tile`; without an order, none is."""
         if const_expr(not self.schedule.ordered):
             return Boolean(True)
-        return semaphore.peek(self.semaphore_of(gmem, extents, q_tile)) >= turn.lock_value - 1
+        return semaphore.peek(self.semaphore_of(gmem, extents, q_tile)) >= turn.lock_value - 2
 
     @cute.jit
     def wait_turn(self, gmem: Gmem, extents: Extents, q_tile: QTile, tile: WorkTile, lock_value: Int32):

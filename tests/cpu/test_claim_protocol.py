@@ -110,7 +110,7 @@ class Kernel:
             cta.has_looked[warp] = cta.holds_turn[warp] = cta.has_buffer[warp] = False
             self.semaphores[target] += 1
             cta.steps[warp].popleft()
-        comes_soon = self.semaphores[target] >= lock_value - 1
+        comes_soon = self.semaphores[target] >= lock_value - 2
         if claims and (event == self.claim_after or (event == "look" and self.claims_early and comes_soon)):
             cta.claims_left += 1
             if event == "look":  # the step claims once
