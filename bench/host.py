@@ -83,7 +83,7 @@ def make_parts(dout: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", out: "Tens
     recording = replace(plan, kernel=lambda *arguments: launched.extend(arguments))
     launch.run(recording, dout, q, k, v, out, lse, q.shape[-1] ** -0.5)
     return {
-        "  its four allocations": lambda: (*map(launch._empty, (q, k, v)), launch._empty(lse, plan.workspace_elements)),
+        "  its four allocations": lambda: launch.allocate(q, k, v, lse, plan.workspace_elements),
         "  its launch": lambda: plan.kernel(*launched),
     }
 

@@ -17,6 +17,7 @@ from cute_dash.ops import last_schedule as last_schedule
 from cute_dash.schedule import Schedule
 
 _WindowSize = tuple[int | None, int | None] | None
+_OPTIONAL = frozenset(("dout", "dlse", "learnable_sink"))  # tensors that may be None
 
 
 def flash_attn_func(
@@ -62,7 +63,7 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
-    tensors = {"q": q, "k": k, "v": v} | _given(learnable_sink=learnable_sink)
+    tensors = {"q": q, "k": k, "v": v, "learnable_sink": learnable_sink}
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
     validation.check_flag("return_lse", return_lse)
     sink = () if learnable_sink is None else (learnable_sink,)
@@ -104,7 +105,7 @@ def attention_backward(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
-    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse} | _given(dout=dout, dlse=dlse)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse}
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
     dout, row_gradient = _get_output_gradients(dout, dlse, out)
     options = softmax_scale, causal, *window, spec, *row_gradient
@@ -117,11 +118,6 @@ def _get_output_gradients(dout: Tensor | None, dlse: Tensor | None, out: Tensor)
     if dout is None and dlse is None:
         raise ValueError("dout and dlse are None; allowed: at least one of them a torch.Tensor")
     return torch.zeros_like(out) if dout is None else dout, () if dlse is None else (dlse,)
-
-
-def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """Of optional arguments those that are there."""
-    return {name: x for name, x in tensors.items() if x is not None}
 
 
 def flash_attn_varlen_func(
@@ -167,8 +163,8 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
-    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    tensors |= _given(learnable_sink=learnable_sink)
+    tensors = {"q": q, "k": k, "v": v, "learnable_sink": learnable_sink}
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
     validation.check_flag("return_lse", return_lse)
     lengths = (_to_int("max_seqlen_q", max_seqlen_q), _to_int("max_seqlen_k", max_seqlen_k))
@@ -211,7 +207,7 @@ def attention_varlen_backward(
     Raises:
         TypeError, ValueError: before any launch, naming the argument, its value and what is allowed.
     """
-    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse} | _given(dout=dout, dlse=dlse)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
     lengths = (_to_int("max_seqlen_q", max_seqlen_q), _to_int("max_seqlen_k", max_seqlen_k))
@@ -249,7 +245,7 @@ def _read_length(name: str, value: Tensor) -> int:
 
 
 def _check_options(
-    tensors: dict[str, Tensor],
+    tensors: dict[str, Tensor | None],
     softmax_scale: float | None,
     causal: bool,
     window_size: _WindowSize,
@@ -263,6 +259,8 @@ def _check_options(
     """
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
+            if x is None and name in _OPTIONAL:
+                continue
             raise TypeError(f"{name} is a {type(x).__name__}; allowed: a torch.Tensor")
         if x.layout is not torch.strided or x.is_nested:
             layout = f"nested, {x.layout}" if x.is_nested else x.layout

@@ -216,20 +216,27 @@ def _plan(
     return Plan(get_backward(key), layout.size, window or (0, 0), min(num_sms(device_index), num_work_tiles))
 
 
-def _empty(like: torch.Tensor, num_elements: int | None = None) -> torch.Tensor:
-    """An uninitialised contiguous tensor: in the shape of another one, or flat with `num_elements`.
+def allocate(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, workspace_elements: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv, contiguous in the shapes of q, k, v, and the flat workspace in the dtype of lse, all uninitialised.
 
     Under `torch.use_deterministic_algorithms` torch fills new tensors with NaN. The kernels write every element, so
     that would only cost its bandwidth; a tensor made of a storage is not filled, but takes the host 3 us longer.
     """
     if torch.are_deterministic_algorithms_enabled() and _fill_settings.fill_uninitialized_memory:
-        shape = like.shape if num_elements is None else (num_elements,)
-        num_bytes = math.prod(shape) * like.itemsize
-        storage = torch.UntypedStorage(num_bytes, device=like.device)  # type: ignore[no-untyped-call]
-        return like.new_empty(0).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
-    if num_elements is None:
-        return torch.empty_like(like, memory_format=torch.contiguous_format)
-    return like.new_empty(num_elements)
+        return *(_make_unfilled(x, x.shape) for x in (q, k, v)), _make_unfilled(lse, (workspace_elements,))  # type: ignore[return-value]
+    contiguous = torch.contiguous_format
+    dq = torch.empty_like(q, memory_format=contiguous)
+    dk = torch.empty_like(k, memory_format=contiguous)
+    dv = torch.empty_like(v, memory_format=contiguous)
+    return dq, dk, dv, lse.new_empty(workspace_elements)
+
+
+def _make_unfilled(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """An uninitialised contiguous tensor of the dtype and on the device of another one, in deterministic mode too."""
+    storage = torch.UntypedStorage(math.prod(shape) * like.itemsize, device=like.device)  # type: ignore[no-untyped-call]
+    return like.new_empty(0).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
 def run(
@@ -251,8 +258,7 @@ def run(
     Args:
         debug: of a debug build, the record of the order and the report of waits given up.
     """
-    dq, dk, dv = _empty(q), _empty(k), _empty(v)
-    workspace = _empty(lse, plan.workspace_elements)
+    dq, dk, dv, workspace = allocate(q, k, v, lse, plan.workspace_elements)
     optional = *debug, *cu_seqlens, dlse
     with on_device(q.device):
         plan.kernel(

@@ -85,6 +85,8 @@ def check_window_size(window_size: tuple[int | None, int | None] | None) -> tupl
 
 
 def _check_side(side: Any, window_size: object) -> int:
+    if type(side) is int and -1 <= side <= MAX_LENGTH:  # first, as nearly all are
+        return side
     if side is None:
         return -1
     if not _is_number(side, int, numbers.Integral):

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_dash import attention_backward, forward, launch, ops, registry, validation
 from cute_dash.config import SUPPORTED_HEAD_DIMS, get_config
+from cute_dash.device import on_device
 from cute_dash.kernels.workspace import ALIGNMENT, WorkspaceLayout, get_num_tiles
 from cute_dash.testing import random_inputs
 from schedules.longest_first import LongestFirst
@@ -24,41 +25,60 @@ def deterministic_mode(request):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_outputs_are_contiguous_and_own_their_memory(dtype, deterministic_mode):
-    like = torch.zeros(2, 5, 3, dtype=dtype).transpose(1, 2)
-    x, flat = launch._empty(like), launch._empty(like, 7)
-    assert x.shape == (2, 3, 5) and x.dtype == dtype and x.is_contiguous() and x.storage_offset() == 0
-    assert x.untyped_storage().nbytes() == 30 * dtype.itemsize
-    assert flat.shape == (7,) and flat.dtype == dtype and flat.untyped_storage().nbytes() == 7 * dtype.itemsize
+    q, k, v = (torch.zeros(2, n, 3, dtype=dtype).transpose(1, 2) for n in (5, 6, 7))
+    *grads, workspace = launch.allocate(q, k, v, torch.zeros(3), 9)
+    for x, like in zip(grads, (q, k, v), strict=True):
+        assert x.shape == like.shape and x.dtype == dtype and x.is_contiguous() and x.storage_offset() == 0
+        assert x.untyped_storage().nbytes() == like.nbytes
+    assert workspace.shape == (9,) and workspace.dtype == torch.float32
+    assert workspace.untyped_storage().nbytes() == 36
+
+
+def test_outputs_have_the_strides_of_their_shapes(deterministic_mode):
+    """Of an extent 1 torch keeps any stride, and calls the tensor contiguous all the same."""
+    like = torch.zeros(64).as_strided((1, 2, 1, 32), (2**33, 32, 8, 1))
+    for x in launch.allocate(like, like, like, torch.zeros(3), 1)[:3]:
+        assert x.stride() == (64, 32, 32, 1)
 
 
 # malloc maps such sizes afresh, so that nothing is found in them that another test left behind
 LARGE = 1 << 24
 
 
-@pytest.mark.parametrize("num_elements", [None, LARGE])
-def test_outputs_are_not_filled_in_deterministic_mode(num_elements):
+def test_outputs_are_not_filled_in_deterministic_mode():
     """torch fills what `torch.empty` returns; the kernels write all of it anyway."""
     like = torch.zeros(LARGE)
     torch.use_deterministic_algorithms(True)
     try:
-        x = launch._empty(like, num_elements)
+        allocated = launch.allocate(like, like, like, like, LARGE)
         y = torch.empty(LARGE)
     finally:
         torch.use_deterministic_algorithms(False)
     assert y.isnan().all()
-    assert not x.isnan().all()
+    assert not any(x.isnan().all() for x in allocated)
 
 
 def test_outputs_are_plain_tensors_where_torch_fills_none(monkeypatch):
     monkeypatch.setattr(torch, "UntypedStorage", lambda *_, **__: pytest.fail("a storage was made"))
-    launch._empty(torch.zeros(3))
+    tensors = 4 * (torch.zeros(3),)
+    launch.allocate(*tensors, 5)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
-        launch._empty(torch.zeros(3))
+        launch.allocate(*tensors, 5)
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = True
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_device_that_is_current_stays_so(monkeypatch):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext())
+    with on_device(torch.device("cuda:1")), on_device(torch.device("cuda:1")):  # one inside the other
+        assert not entered
+    with on_device(torch.device("cuda:0")):
+        assert entered == [torch.device("cuda:0")]
 
 
 @pytest.mark.parametrize("tiles", [(1, 1), (3, 5), (512, 7)], ids=str)

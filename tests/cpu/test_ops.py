@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import math
 import threading
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_dash
 from cute_dash import emulator, forward, interface, ops
@@ -190,6 +192,17 @@ def test_the_backward_function_has_no_derivative():
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out", "lse", "dlse"])
+def test_a_derivative_of_the_backward_is_asked_for_by_any_of_its_tensors(name):
+    x = inputs(8, 8)
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, return_lse=True)
+    arguments = dict(dout=x.dout, q=x.q, k=x.k, v=x.v, out=out, lse=lse, dlse=torch.ones_like(lse))
+    arguments[name] = arguments[name].clone().requires_grad_()
+    assert all(grad.requires_grad for grad in cute_dash.attention_backward(**arguments))
+    with torch.no_grad():
+        assert not any(grad.requires_grad for grad in cute_dash.attention_backward(**arguments))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_keeps_the_gradients():
     x = inputs(8, 8)
@@ -226,6 +239,63 @@ def test_forward_mode_is_refused_where_there_is_a_tangent():
             RuntimeError, match="attention_backward has no derivative for torch.func or forward-mode AD"
         ):
             cute_dash.attention_backward(x.dout, x.q, k, x.v, out, lse)
+
+
+def see_by_mode(function, tmp_path):
+    names = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        function()
+    return names
+
+
+def see_by_profiler(function, tmp_path):
+    with torch.profiler.profile() as profile:
+        function()
+    return [event.key for event in profile.key_averages()]
+
+
+def see_by_execution_trace(function, tmp_path):
+    """Nothing in torch tells that this observer is at work."""
+    path = tmp_path / "trace.json"
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(path))
+    observer.start()
+    function()
+    observer.stop()
+    observer.unregister_callback()
+    return [node["name"] for node in json.loads(path.read_text())["nodes"]]
+
+
+@pytest.mark.parametrize("see", [see_by_mode, see_by_profiler, see_by_execution_trace])
+def test_whoever_watches_sees_the_ops(see, tmp_path):
+    """Also where no gradient is asked for, a path that `run_op` shortens."""
+    x = inputs(8, 8)
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, return_lse=True)
+    q, k, v = leaves(x)
+    out_of_leaves = cute_dash.flash_attn_func(q, k, v)
+    calls = (
+        ("forward", lambda: cute_dash.flash_attn_func(x.q, x.k, x.v)),
+        ("backward", lambda: cute_dash.attention_backward(x.dout, x.q, x.k, x.v, out, lse)),
+        ("backward", lambda: torch.autograd.grad(out_of_leaves, (q, k, v), x.dout, retain_graph=True)),
+    )
+    for name, call in calls:
+        assert f"cute_dash::attention_{name}" in see(call, tmp_path)
+
+
+def test_tensors_whose_negation_is_pending():
+    """A bit that the dispatcher reads: the memory holds the negated values."""
+    x = inputs(8, 8)
+    out, lse = cute_dash.flash_attn_func(x.q, x.k, x.v, return_lse=True)
+    expected = cute_dash.attention_backward(x.dout, x.q, x.k, x.v, out, lse)
+    q = torch.complex(x.q, -x.q).conj().imag
+    assert q.is_neg() and torch.equal(q, x.q)
+    for name, a, b in zip(NAMES, cute_dash.attention_backward(x.dout, q, x.k, x.v, out, lse), expected, strict=True):
+        assert_bitwise_equal(a, b, name)
 
 
 def test_no_gradient_is_recorded_where_none_is_asked_for():

@@ -238,6 +238,25 @@ def test_backward_refuses(changes, error, message, no_work):
         cute_dash.attention_backward(**tensors(**changes))
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse"])
+def test_only_optional_tensors_may_be_none(name, no_work):
+    with pytest.raises(TypeError, match=f"{name} is a NoneType; allowed: a torch.Tensor"):
+        cute_dash.attention_backward(**tensors(**{name: None}))
+    if name in "qkv":
+        with pytest.raises(TypeError, match=f"{name} is a NoneType; allowed: a torch.Tensor"):
+            cute_dash.flash_attn_func(**{x: tensors(**{name: None})[x] for x in "qkv"})
+
+
+def test_optional_tensors_are_dense_too(no_work):
+    x = tensors()
+    for name in ("dout", "dlse"):
+        arguments = x | {name: x["lse" if name == "dlse" else name].to_sparse()}
+        with pytest.raises(TypeError, match=f"{name} has layout torch.sparse_coo; allowed: a dense tensor"):
+            cute_dash.attention_backward(**arguments)
+    with pytest.raises(TypeError, match="learnable_sink has layout torch.sparse_coo; allowed: a dense tensor"):
+        cute_dash.flash_attn_func(x["q"], x["k"], x["v"], learnable_sink=torch.ones(3).to_sparse())
+
+
 @parametrize(BAD_QKV | BAD_BACKWARD)
 def test_raw_backward_op_refuses(changes, error, message, no_work):
     with pytest.raises(error, match=message):

@@ -277,6 +277,7 @@ BAD = {
     "v longer": (dict(v=torch.zeros(151, 4, 64)), ValueError, r"v has shape \(151, 4, 64\); allowed: \(150, 4, 64\)"),
     "heads": (dict(k=torch.zeros(150, 3, 64)), ValueError, "k has 3 heads and q has 4; allowed: a divisor of 4"),
     "cu no tensor": (dict(cu_seqlens_q=[0, 1]), TypeError, "cu_seqlens_q is a list; allowed: a torch.Tensor"),
+    "cu missing": (dict(cu_seqlens_k=None), TypeError, "cu_seqlens_k is a NoneType; allowed: a torch.Tensor"),
     "cu int64": (dict(cu_seqlens_q=torch.tensor([0, 1, 2])), TypeError, "cu_seqlens_q has dtype torch.int64; allowed"),
     "cu elsewhere": (  # one fake tensor makes torch call the fake implementation
         dict(cu_seqlens_q=torch.zeros(3, dtype=torch.int32, device="meta")),
