@@ -82,6 +82,7 @@ OK, FOUND, UNAVAILABLE = 0, 1, 2
 CONTROLS = {"memcheck": "past the end", "racecheck": "race"}  # tool -> the fault that it must see
 DONE = "done"
 RIGHT = ("whole", "direct", "sync_warp")  # forms of a chain that are no race
+FILLER = "warp 0 of control"  # whose access is the later one in a chain
 
 
 class Finding(NamedTuple):
@@ -252,8 +253,7 @@ class Run:
     def describe_chains(self) -> list[str]:
         lines = []
         for chain, result in self.chains.items():
-            ctas = sorted({int(block[0]) for row in result.rows for block in row.blocks})
-            text = f"reported in CTA {' and '.join(map(str, ctas))}" if result.rows else result.cell
+            text = f"reported in CTAs {_list_ctas(result)}" if result.rows else result.cell
             lines.append(f"control {chain.name}, {'right' if chain.form in RIGHT else 'a race'}: {text}")
             lines += [f"  {line}" for line in [row.describe() for row in result.rows[:1]]]
             lines += [f"  not finished: {result.failure}"] * bool(result.failure)
@@ -268,10 +268,15 @@ class Run:
             "results": [result.as_dict() for result in self.results],
             "control": self.control and {**self.control.as_dict(), "seen": not self.blind},
             "chains": [
-                {**chain._asdict(), "right": chain.form in RIGHT, "reported": bool(result.rows), **result.as_dict()}
+                {**chain._asdict(), "right": chain.form in RIGHT, "ctas": _list_ctas(result), **result.as_dict()}
                 for chain, result in self.chains.items()
             ],
         }
+
+
+def _list_ctas(result: Result) -> list[int]:
+    """In which a control was reported."""
+    return sorted({int(block[0]) for row in result.rows for block in row.blocks})
 
 
 def list_problems() -> list[Configuration]:
@@ -409,6 +414,7 @@ def find_limits(chains: Mapping[Chain, Result]) -> frozenset[tuple[str, str]]:
         for chain, result in chains.items()
         if chain.form == "whole" and not result.failure
         for row in result.rows
+        if row.key.roles[1:] == (FILLER,)
     )
 
 
