@@ -10,6 +10,8 @@ A finding that has been understood and does no harm is explained in `EXPLANATION
 seen. All that are explained now are orders of the main kernel that go over two barriers in a row. For each there is a
 control with the same barriers and nothing else, which is right (`sanitizer_control.Chain`), and an explanation counts
 only in a run in which racecheck reports that control, too: where it sees the order of the control, it is unexplained.
+Versions differ in that: since 2024.4 the tool follows "indirect barrier dependencies", and its release notes list false
+positives of barriers on Hopper that were mended in 2025.4, 2026.1 and 2026.3. So look for a newer one first.
 The other forms of a control say what a report is worth: one barrier less, also right, and a race. Where the tool
 reports the right form and the race alike, it cannot tell them apart in the main kernel either, and a barrier that is
 missing there would have to be noticed elsewhere: by test_barrier_protocol.py or in the bits.

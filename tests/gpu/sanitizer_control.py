@@ -158,11 +158,12 @@ class Chain:
             cute.arch.barrier(barrier_id=EMPTY, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
         if const_expr(self.users_write):
             sX[element] = Float32(it)
-            cute.arch.fence_view_async_shared()
         else:
             value = sX[element]
             if value < 0.0:
                 mX[element] = value  # never, which the compiler does not know: it would not load
+        if const_expr(self.fills_in_bulk):
+            cute.arch.fence_view_async_shared()
         wait_by_clock(not behind_users, DELAY_NS)
         if const_expr(not self.by_mbarrier):
             cute.arch.barrier_arrive(barrier_id=FULL, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
