@@ -78,7 +78,7 @@ def _describe_fuzz(summary: dict[str, Any]) -> str:
 
 
 def _describe_sanitizer(report: dict[str, Any]) -> str:
-    """A row per tool, and below the table what was found, each kind of finding once."""
+    """A row per tool, what was found, each kind of finding once, a row per problem, and what is said of the chains."""
     columns = ["tool", "problems", "clean", "not finished", "explained findings", "others", "a fault made for it"]
     table = tabulate([_sum_up_run(run) for run in report["runs"]], columns, tablefmt="pipe", intfmt=",")
     findings: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
@@ -87,7 +87,26 @@ def _describe_sanitizer(report: dict[str, Any]) -> str:
             roles = (access["role"] for access in row["accesses"])
             findings.setdefault((run["tool"], row["kind"], row["buffer"], *roles), []).append((task, row))
     listed = "\n".join(f"- {_describe_finding(key, found)}" for key, found in findings.items())
-    return f"`python -m tests.sanitize`, {_describe_environment(report)}:\n\n{table}\n\n{listed}".rstrip()
+    parts = [f"`python -m tests.sanitize`, {_describe_environment(report)}:", table, listed]
+    return "\n\n".join(filter(None, [*parts, _tabulate_problems(report), _tabulate_chains(report)]))
+
+
+def _tabulate_problems(report: dict[str, Any]) -> str:
+    problems: dict[str, dict[str, str]] = {}
+    for run in report["runs"]:
+        for result in run["results"]:
+            problems.setdefault(result["task"], {"problem": result["task"]})[run["tool"]] = result["result"]
+    return tabulate(list(problems.values()), "keys", tablefmt="pipe")
+
+
+def _tabulate_chains(report: dict[str, Any]) -> str:
+    """What the tool says of the controls, a row for each order of the main kernel, a column for each form of it."""
+    rows: dict[str, dict[str, str]] = {}
+    for chain in (chain for run in report["runs"] for chain in run["chains"]):
+        text = f"in CTAs {', '.join(map(str, chain['ctas']))}" if chain["ctas"] else chain["result"]
+        form = f"`{chain['form']}`, {'right' if chain['right'] else 'a race'}"
+        rows.setdefault(chain["buffer"], {"control": f"`{chain['buffer']}`"})[form] = text
+    return tabulate(list(rows.values()), "keys", tablefmt="pipe", missingval="none")
 
 
 def _sum_up_run(run: dict[str, Any]) -> list[Any]:

@@ -10,6 +10,8 @@ A finding that has been understood and does no harm is explained in `EXPLANATION
 seen. All that are explained now are orders of the main kernel that go over two barriers in a row. For each there is a
 control with the same barriers and nothing else, which is right (`sanitizer_control.Chain`), and an explanation counts
 only in a run in which racecheck reports that control, too: where it sees the order of the control, it is unexplained.
+Versions differ in that: since 2024.4 the tool follows "indirect barrier dependencies", and its release notes list false
+positives of barriers on Hopper that were mended in 2025.4, 2026.1 and 2026.3. So look for a newer one first.
 The other forms of a control say what a report is worth: one barrier less, also right, and a race. Where the tool
 reports the right form and the race alike, it cannot tell them apart in the main kernel either, and a barrier that is
 missing there would have to be noticed elsewhere: by test_barrier_protocol.py or in the bits.
@@ -82,6 +84,7 @@ OK, FOUND, UNAVAILABLE = 0, 1, 2
 CONTROLS = {"memcheck": "past the end", "racecheck": "race"}  # tool -> the fault that it must see
 DONE = "done"
 RIGHT = ("whole", "direct", "sync_warp")  # forms of a chain that are no race
+FILLER = "warp 0 of control"  # whose access is the later one in a chain
 
 
 class Finding(NamedTuple):
@@ -252,8 +255,7 @@ class Run:
     def describe_chains(self) -> list[str]:
         lines = []
         for chain, result in self.chains.items():
-            ctas = sorted({int(block[0]) for row in result.rows for block in row.blocks})
-            text = f"reported in CTA {' and '.join(map(str, ctas))}" if result.rows else result.cell
+            text = f"reported in CTAs {_list_ctas(result)}" if result.rows else result.cell
             lines.append(f"control {chain.name}, {'right' if chain.form in RIGHT else 'a race'}: {text}")
             lines += [f"  {line}" for line in [row.describe() for row in result.rows[:1]]]
             lines += [f"  not finished: {result.failure}"] * bool(result.failure)
@@ -268,10 +270,15 @@ class Run:
             "results": [result.as_dict() for result in self.results],
             "control": self.control and {**self.control.as_dict(), "seen": not self.blind},
             "chains": [
-                {**chain._asdict(), "right": chain.form in RIGHT, "reported": bool(result.rows), **result.as_dict()}
+                {**chain._asdict(), "right": chain.form in RIGHT, "ctas": _list_ctas(result), **result.as_dict()}
                 for chain, result in self.chains.items()
             ],
         }
+
+
+def _list_ctas(result: Result) -> list[int]:
+    """In which a control was reported."""
+    return sorted({int(block[0]) for row in result.rows for block in row.blocks})
 
 
 def list_problems() -> list[Configuration]:
@@ -409,6 +416,7 @@ def find_limits(chains: Mapping[Chain, Result]) -> frozenset[tuple[str, str]]:
         for chain, result in chains.items()
         if chain.form == "whole" and not result.failure
         for row in result.rows
+        if row.key.roles[1:] == (FILLER,)
     )
 
 

@@ -132,20 +132,37 @@ def test_determinism_quotes_what_the_sanitizer_found(tmp_path, monkeypatch):
     limits = frozenset({(finding.kind, finding.buffer)})
     racecheck = [sanitize.Result("racecheck", name, explained, limits=limits) for name in ("a", "b")]
     racecheck.append(sanitize.Result("racecheck", "c", other))
+    chains = {
+        sanitize.Chain("sDuty", "whole"): sanitize.Result("racecheck", "sDuty whole", explained),
+        sanitize.Chain("sDuty", "broken"): sanitize.Result("racecheck", "sDuty broken", failure="stopped"),
+        sanitize.Chain("sStats", "whole"): sanitize.Result("racecheck", "sStats whole"),
+    }
     synccheck = [sanitize.Result("synccheck", "a"), sanitize.Result("synccheck", "b", failure="stopped")]
-    runs = [sanitize.Run("racecheck", racecheck, racecheck[0]), sanitize.Run("synccheck", synccheck)]
+    runs = [sanitize.Run("racecheck", racecheck, racecheck[0], chains), sanitize.Run("synccheck", synccheck)]
     report = sanitize.as_dict(runs, {"GPU": "H200", "compute-sanitizer": "2026.4"})
     (tmp_path / "sanitize.json").write_text(json.dumps(report))
     text = make_determinism.describe_results(tmp_path)
     assert "GPU H200, compute-sanitizer 2026.4:" in text
-    rows = [
-        [cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| \w+check .*$", text, re.MULTILINE)
-    ]
-    assert rows == [["racecheck", "3", "0", "0", "2", "1", "seen"], ["synccheck", "2", "1", "1", "0", "0", "none"]]
+    tables = [table.splitlines() for table in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)]
+    tools, problems, controls = (
+        [[cell.strip() for cell in row.split("|")[1:-1]] for row in (table[0], *table[2:])] for table in tables
+    )
+    assert tools[1:] == [["racecheck", "3", "0", "0", "2", "1", "seen"], ["synccheck", "2", "1", "1", "0", "0", "none"]]
     where = "on `outside the storage, 0x4d0`, MMA warpgroup 0, then STORE_DQ_EVEN"
     assert re.findall(r"^- .*$", text, re.MULTILINE) == [
         f"- racecheck, 2 in 2 problems: WAR {where}: it is ordered",
         f"- racecheck, 1 in 1 problem: RAW {where}: **not explained**",
+    ]
+    assert problems == [
+        ["problem", "racecheck", "synccheck"],
+        ["a", "1 explained", "clean"],
+        ["b", "1 explained", "not finished"],
+        ["c", "1 found", ""],
+    ]
+    assert controls == [
+        ["control", "`whole`, right", "`broken`, a race"],
+        ["`sDuty`", "in CTAs 3", "not finished"],
+        ["`sStats`", "clean", "none"],
     ]
 
 

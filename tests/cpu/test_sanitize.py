@@ -58,7 +58,7 @@ sys.exit(done.returncode)
 """
 REASON = EXPLANATIONS[Finding("racecheck", "WAR", "sDuty", ("MMA warpgroup 0", "STORE_DQ_EVEN"))]
 LIMITS = frozenset({("WAR", "sDuty")})
-CONTROL_HAZARD = HAZARD.replace(MAIN, "kernel_flash_bwd_control_0")
+CONTROL_HAZARD = HAZARD.replace(MAIN, "kernel_flash_bwd_control_0").replace("(32,0,0)", "(0,0,0)")
 
 
 def make_result(text, tool="racecheck", failure="", task="first", limits=frozenset()):
@@ -134,12 +134,14 @@ def test_an_explanation_is_worth_nothing_where_the_tool_does_not_report_its_cont
 
 
 def test_limits_are_what_is_reported_of_whole_chains():
-    """Not what is reported of other forms, of other kinds, or of a control that broke off."""
+    """Not what is reported of other forms, or of a control that broke off, nor the next round's use of the buffer."""
     found = make_result(CONTROL_HAZARD)
     chains = {Chain("sDuty", "whole"): found, Chain("sdQ", "direct"): found, Chain("sStats", "broken"): found}
     assert sanitize.find_limits(chains) == LIMITS
     assert not sanitize.find_limits({Chain("sDuty", "whole"): make_result(CONTROL_HAZARD, failure="stopped")})
     assert not sanitize.find_limits({Chain("sDuty", "whole"): make_result("")})
+    others = CONTROL_HAZARD.replace("(0,0,0)", "(64,0,0)"), BARRIER, "========= Error: Something new"
+    assert not sanitize.find_limits({Chain("sDuty", "whole"): make_result("".join(others))})
 
 
 def test_explanations_are_of_tools_and_have_reasons_and_controls():
@@ -159,12 +161,13 @@ def test_chains_are_reported_with_what_they_are():
     run = Run("racecheck", [make_result("")], make_result(BARRIER), chains)
     text = sanitize.report([run])
     assert (
-        "control sDuty whole, right: reported in CTA 3\n  2 x WAR (0x4d0) in 1 CTA: read by warp 4 of control" in text
+        "control sDuty whole, right: reported in CTAs [3]\n  2 x WAR (0x4d0) in 1 CTA: read by warp 4 of control"
+        in text
     )
     assert "control sDuty direct, right: clean" in text
     assert "control sDuty broken, a race: not finished\n  not finished: stopped" in text
-    records = [(record["form"], record["right"], record["reported"]) for record in run.as_dict()["chains"]]
-    assert records == [("whole", True, True), ("direct", True, False), ("broken", False, False)]
+    records = [(record["form"], record["right"], record["ctas"]) for record in run.as_dict()["chains"]]
+    assert records == [("whole", True, [3]), ("direct", True, []), ("broken", False, [])]
 
 
 def test_report():
@@ -320,7 +323,7 @@ def test_the_command(setting, controls, monkeypatch, tmp_path, capsys):
     assert "Potential WAR hazard" in (raw / "racecheck-found.txt").read_text()
     controls(CONTROL_HAZARD, "race", "sDuty whole")
     assert sanitize.main(options) == OK
-    assert "control sDuty whole, right: reported in CTA 3" in capsys.readouterr().out
+    assert "control sDuty whole, right: reported in CTAs [3]" in capsys.readouterr().out
 
 
 def test_the_version_is_the_tools(tmp_path):

@@ -70,7 +70,8 @@ class Chain:
         broken     a race: FILLER waits by the clock, or one lane arrives for the others without having waited for them
         sync_warp  sStats alone: a sync_warp in place of the barrier of all users; right
 
-    In CTA 0 whoever waits is there before those who arrive, in CTA 1 behind them.
+    What the tool sees may depend on who comes first. In CTAs 0 and 2 whoever waits for the users is there before they
+    arrive, in 1 and 3 behind them; in 0 and 1 FILLER waits for FREE before MIDDLE arrives, in 2 and 3 behind it.
     """
 
     def __init__(self, buffer: str, form: str):
@@ -83,7 +84,7 @@ class Chain:
     def __call__(self, mX: cute.Tensor, stream):
         """mX: (NUM_ELEMENTS,), fp32, of which none is negative."""
         num_threads = USERS * WARP_THREADS + WARPGROUP_THREADS
-        self.flash_bwd_control(mX).launch(grid=(2, 1, 1), block=(num_threads, 1, 1), stream=stream)
+        self.flash_bwd_control(mX).launch(grid=(4, 1, 1), block=(num_threads, 1, 1), stream=stream)
 
     @cute.kernel
     def flash_bwd_control(self, mX: cute.Tensor):
@@ -98,20 +99,29 @@ class Chain:
                 ring.init(1, WARPGROUP_THREADS if self.form == "direct" else WARPGROUP_THREADS // WARP_THREADS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        waiters_are_late = cute.arch.block_idx()[0] == 1
+        bidx = cute.arch.block_idx()[0]
+        behind_users, behind_middle = bidx % 2 == 1, bidx // 2 == 1
         for it in cutlass.range(NUM_ROUNDS, unroll=1):
             if warp_idx == FILLER:
-                self.fill(mX, sX, ring, it, waiters_are_late)
+                self.fill(mX, sX, ring, it, behind_users, behind_middle)
             elif warp_idx == MIDDLE:
-                self.pass_on(waiters_are_late)
+                self.pass_on(behind_users)
             else:
-                self.use(mX, sX, ring, it, waiters_are_late)
+                self.use(mX, sX, ring, it, behind_users)
 
     @cute.jit
-    def fill(self, mX: cute.Tensor, sX: cute.Tensor, ring: Ring, it: Int32, waiters_are_late: Boolean):
+    def fill(
+        self,
+        mX: cute.Tensor,
+        sX: cute.Tensor,
+        ring: Ring,
+        it: Int32,
+        behind_users: Boolean,
+        behind_middle: Boolean,
+    ):
         """What FILLER does in a round: the second access, to what the users have had the round before."""
         if const_expr(self.by_mbarrier):
-            delay(waiters_are_late)
+            wait_by_clock(behind_users, DELAY_NS)
             ring.wait_empty(it)
         if const_expr(self.fills_in_bulk):
             copy_vector(mX, sX, ring.expect_bytes(it, NUM_ELEMENTS * 4))
@@ -123,22 +133,23 @@ class Chain:
                 ring.wait_full(it)
             cute.arch.barrier_arrive(barrier_id=EMPTY, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
             if const_expr(self.form == "whole"):
+                wait_by_clock(behind_middle, PLENTY_NS)
                 cute.arch.barrier(barrier_id=FREE, number_of_threads=2 * WARP_THREADS)
             elif const_expr(self.form == "direct"):
-                self.wait_for_users(waiters_are_late)
+                self.wait_for_users(behind_users)
             else:
-                wait_by_clock(PLENTY_NS)
+                wait_by_clock(Boolean(True), PLENTY_NS)
 
     @cute.jit
-    def pass_on(self, waiters_are_late: Boolean):
+    def pass_on(self, behind_users: Boolean):
         """What MIDDLE does in a round; in `broken` it keeps to itself what it has learnt."""
         if const_expr(not self.by_mbarrier and self.form != "direct"):
-            self.wait_for_users(waiters_are_late)
+            self.wait_for_users(behind_users)
             if const_expr(self.form == "whole"):
                 cute.arch.barrier_arrive(barrier_id=FREE, number_of_threads=2 * WARP_THREADS)
 
     @cute.jit
-    def use(self, mX: cute.Tensor, sX: cute.Tensor, ring: Ring, it: Int32, waiters_are_late: Boolean):
+    def use(self, mX: cute.Tensor, sX: cute.Tensor, ring: Ring, it: Int32, behind_users: Boolean):
         """What a user does in a round: the first access, each to an element of its own."""
         element = cute.arch.thread_idx()[0] - USERS * WARP_THREADS
         if const_expr(self.by_mbarrier):
@@ -147,12 +158,13 @@ class Chain:
             cute.arch.barrier(barrier_id=EMPTY, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
         if const_expr(self.users_write):
             sX[element] = Float32(it)
-            cute.arch.fence_view_async_shared()
         else:
             value = sX[element]
             if value < 0.0:
                 mX[element] = value  # never, which the compiler does not know: it would not load
-        delay(not waiters_are_late)
+        if const_expr(self.fills_in_bulk):
+            cute.arch.fence_view_async_shared()
+        wait_by_clock(not behind_users, DELAY_NS)
         if const_expr(not self.by_mbarrier):
             cute.arch.barrier_arrive(barrier_id=FULL, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
         elif const_expr(self.form == "direct"):
@@ -164,24 +176,19 @@ class Chain:
                 cute.arch.sync_warp()
             ring.arrive_empty(it)
 
-    def wait_for_users(self, is_late: Boolean):
-        delay(is_late)
+    def wait_for_users(self, behind_users: Boolean):
+        wait_by_clock(behind_users, DELAY_NS)
         cute.arch.barrier(barrier_id=FULL, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
 
 
 @cute.jit
-def delay(is_late: Boolean):
+def wait_by_clock(waits: Boolean, duration_ns: cutlass.Constexpr[int]):
     """Lets the others go first."""
-    if is_late:
-        wait_by_clock(DELAY_NS)
-
-
-@cute.jit
-def wait_by_clock(duration_ns: cutlass.Constexpr[int]):
-    start = cute.arch.globaltimer()
-    waited = Int64(0)
-    while waited < duration_ns:
-        waited = cute.arch.globaltimer() - start
+    if waits:
+        start = cute.arch.globaltimer()
+        waited = Int64(0)
+        while waited < duration_ns:
+            waited = cute.arch.globaltimer() - start
 
 
 def compile_control(kernel: Faulty | Chain, options: str = ""):
