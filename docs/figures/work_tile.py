@@ -10,7 +10,6 @@ READ = 0.9  # until what is staged has been read, and the staging buffer goes to
 HAND_OVER = 1.5  # from then on, until the turn has been passed on
 FINISHED = 2  # the step at which this work tile is the last to add
 FINISH = 0.8  # add the sum so far, scale, round
-POLLED = 0.6  # for the turn of the last step
 CLAIM = 0.65  # take a number, decode it, publish the work tile
 EPILOGUE = 1.7  # write dK and dV to shared memory, start their copies
 SENT = 0.7  # until these have read it
@@ -58,8 +57,8 @@ def _staged(step: int) -> float:
 
 
 def _get_claim() -> float:
-    """When the store warp of the last step has its turn."""
-    return _staged(NUM_STEPS - 2) + READ + POLLED
+    """When a store warp comes to the last step; the turn is near."""
+    return _staged(NUM_STEPS - 3) + READ + HAND_OVER
 
 
 def _get_end() -> float:
@@ -74,8 +73,9 @@ def _list_load() -> list[Bar]:
         start = START + (step - 1) * STEP  # when the step two before is done
         bars.append(Bar("LOAD", start, start + 1.1, MOVE, f"Q, dO {step}"))
     claimed, end = _get_claim() + CLAIM, _get_end()
-    bars.append(Bar("LOAD", claimed, claimed + 0.5, MOVE, "K, V\nto L2"))
-    bars.append(Bar("LOAD", claimed + 0.5, end, MOVE, "next\nQ, dO 0"))
+    bars.append(Bar("LOAD", claimed, claimed + 0.6, MOVE, "K, V\nto L2"))
+    room = end - STEP  # when the last step but one is done
+    bars.append(Bar("LOAD", room, room + 1.1, MOVE, "next\nQ, dO 0"))
     bars.append(Bar("LOAD", end, end + 1.2, MOVE, "next K, V"))
     return [*bars, Bar("LOAD", end + 1.2, end + 2.6, MOVE, "next Q, dO 1")]
 
@@ -113,15 +113,13 @@ def _list_stores() -> list[Bar]:
             bars.append(Bar(row, start + 0.7, staged, WAIT, "dQFull?"))
             bars.append(Bar(row, staged, staged + READ, MOVE, "store\ndQ"))
             continue
-        if step:
-            bars.append(Bar(row, idle, start, WAIT, "buffer?"))
         if step == NUM_STEPS - 1:
             claim = _get_claim()
-            bars.append(Bar(row, start, claim, POLL, f"turn\n{step}?"))
             bars.append(Bar(row, claim, claim + CLAIM, MOVE, "claim"))
-            bars.append(Bar(row, claim + CLAIM, staged, WAIT, "dQFull?"))
-        else:
-            bars.append(Bar(row, start, staged, POLL, f"turn {step}?"))
+            idle = claim + CLAIM
+        if step:
+            bars.append(Bar(row, idle, start, WAIT, "buffer?"))
+        bars.append(Bar(row, start, staged, POLL, f"turn {step}?"))
         bars.append(Bar(row, staged, staged + READ, MOVE, f"add {step}"))
         idle_since[step % 2] = staged + READ + HAND_OVER
         bars.append(Bar(row, staged + READ, idle_since[step % 2], PASS_ON, "complete,\nfence, release"))
