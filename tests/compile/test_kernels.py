@@ -293,7 +293,8 @@ def test_K_in_registers():
     for options in ({}, dict(grouped=True, varlen=True)):
         main = build_and_disassemble(CompileKey(config, registry.load("hybrid"), "bfloat16", **options))["main"]
         assert main.hgmma_shapes() == expected_hgmma_shapes(config)
-        assert main.count("WARPGROUP.ARRIVE") == main.count("WARPGROUP.DEPBAR") == 5
+        num_products = 4 + num_kinds_of_steps(config)
+        assert main.count("WARPGROUP.ARRIVE") == main.count("WARPGROUP.DEPBAR") == num_products
         assert main.count("LDL") == main.count("STL") == main.frame_bytes == 0
         first = next(i for i, opcode in enumerate(main.opcodes) if opcode.startswith("HGMMA"))
         loads = [i for i, opcode in enumerate(main.opcodes) if opcode.startswith("LDSM")]
@@ -411,8 +412,9 @@ def test_turnstile(key):
     if not key.schedule.ordered:
         assert main.count("REDG") == main.count("LDG.E.STRONG") == main.count("MEMBAR.ALL.GPU") == 0
         return
-    # the first look and the loop; once before an addition and once before the sum so far is loaded
-    assert main.count("LDG.E.STRONG.GPU") == (4 if finishes_dQ(key) else 2)
+    # the first look and the loop, before an addition and before the sum so far is loaded; and whether to claim early
+    looks_ahead = not key.cooperative
+    assert main.count("LDG.E.STRONG.GPU") == (4 if finishes_dQ(key) else 2) + looks_ahead
     # the additions have completed, the proxy fence, and the release: a fence and a reduction
     release = ["DEPBAR.LE", "FENCE.VIEW.ASYNC.G", "MEMBAR.ALL.GPU", "REDG.E.ADD.S32.STRONG.GPU"]
     assert main.count("MEMBAR.ALL.GPU") == main.count("REDG") == 1
