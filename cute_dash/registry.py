@@ -132,7 +132,7 @@ def _select(given: Schedule, shape: ProblemShape) -> Schedule:
 
 
 def resolve_varlen(spec: str | Schedule, longest: ProblemShape) -> Schedule:
-    """`resolve` for sequences of different lengths: chosen by the longest, fit for all.
+    """`resolve` for sequences of different lengths, fit for all; what is not batch-invariant may choose by the longest.
 
     Raises:
         ValueError: as `resolve`, and for a schedule that may need several resident CTAs.

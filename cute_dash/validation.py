@@ -313,7 +313,7 @@ def get_longest_shape(
 def resolve_varlen_schedule(
     spec: "str | Schedule", longest: ProblemShape, num_tokens: tuple[int, int], num_sequences: int
 ) -> Schedule:
-    """The concrete schedule for sequences of different lengths: chosen by the longest, fit for all.
+    """The concrete schedule for sequences of different lengths, fit for all.
 
     Args:
         longest: see `get_longest_shape`.
