@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import textwrap
@@ -58,8 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     _search_current_folder()
     if argv[:1] == ["bench"]:  # its options, --help included, are the bench's own
         return _guarded(lambda: _bench(argv[1:]))
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(_join_window(argv))
     return _guarded(lambda: int(args.run(args)))
+
+
+def _join_window(argv: Sequence[str]) -> list[str]:
+    """`--window -1,0` as `--window=-1,0`: what begins with a dash and is no number, argparse takes for an option."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and len(joined[-1]) > 2 and "--window".startswith(joined[-1]) and re.match(r"-\d", argument):
+            argument = f"{joined.pop()}={argument}"
+        joined.append(argument)
+    return joined
 
 
 def _search_current_folder() -> None:
@@ -678,7 +689,7 @@ def _describe_key(key: "CompileKey") -> str:
 
 def _verify_bits(args: argparse.Namespace) -> int:
     try:
-        from cute_dash import verify, verify_gpu
+        from cute_dash import registry, verify, verify_gpu
         from cute_dash.demo import one_thread
         from cute_dash.testing import why_no_hopper
     except ImportError as error:
@@ -708,7 +719,8 @@ def _verify_bits(args: argparse.Namespace) -> int:
         _print_json(report.as_dict())
     else:
         print(report.render())
-    return OK if report.passed else FAILED
+    broken = registry.load_all()[1].values() if "all" in selection.schedules else ()
+    return max(_report_broken(broken), OK if report.passed else FAILED)
 
 
 def _select_to_verify(args: argparse.Namespace, default: "verify.Extents") -> "verify.Selection":
