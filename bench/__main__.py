@@ -1,7 +1,7 @@
 """`python -m bench`: times the backward call, or prints tables from recorded results.
 
-Exit status: 0 fine; 1 a schedule of ours failed its check, nothing was timed, or --compare found a regression; 2 wrong
-usage or no Hopper GPU.
+Exit status: 0 fine; 1 a schedule of ours cannot be loaded or failed its check, nothing was timed, or --compare found a
+regression; 2 wrong usage or no Hopper GPU.
 """
 
 import argparse
@@ -15,11 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from bench import cells, plot, report
 from bench.cells import Cell, list_cells, parse_seqlen
-from bench.implementations import OURS, SHIPPED_CONFIG, ConfigChange, find_candidates, parse_peers, parse_schedules
+from bench.implementations import (
+    OURS,
+    SHIPPED_CONFIG,
+    Candidate,
+    ConfigChange,
+    find_candidates,
+    parse_peers,
+    parse_schedules,
+)
 from bench.results import FAILED, REGIMES, Results, check_same_environment, merge
 from bench.timing import BurstPlan
 from cute_dash import registry
+from cute_dash.check import ScheduleError
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS
+from cute_dash.registry import ScheduleFileError, ShadowedPackageError
 
 if TYPE_CHECKING:
     from bench.runner import Run
@@ -43,7 +53,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m bench") -> in
         if args.host:
             return _host()
         run = _set_up(args, argv, started_s)
-    except NothingRecorded as error:
+    except (NothingRecorded, ScheduleError, ScheduleFileError, ShadowedPackageError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     except (ValueError, ImportError, OSError) as error:
@@ -120,17 +130,31 @@ def _start_results(args: argparse.Namespace, environment: dict[str, Any], method
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    """Says what would be timed; needs no GPU."""
+    """Says what would be timed and what would not, schedules that break a rule among it; needs no GPU."""
     schedules, peers = _selected_schedules(args), parse_peers(args.peers)
+    failed = False
     for cell in _selected_cells(args):
         candidates, untimed = find_candidates(cell, schedules, peers, configs=[SHIPPED_CONFIG, *args.config])
-        print(f"{cell.label}: {', '.join(c.key.label for c in candidates) or 'nothing'}")
-        for entry in untimed:
-            print(f"  without {entry.key.label}: {entry.reason}")
+        reasons = {candidate.key.label: _find_reason(candidate) for candidate in candidates}
+        print(f"{cell.label}: {', '.join(label for label, reason in reasons.items() if reason is None) or 'nothing'}")
+        left_out = {entry.key.label: entry.reason for entry in untimed} | reasons
+        for label, reason in left_out.items():
+            if reason is not None:
+                print(f"  without {label}: {reason}")
+        failed |= any(reasons.values()) or any(entry.verdict == FAILED for entry in untimed)
     for peer in peers:
         if peer.missing():
             print(f"not installed: {peer.name} ({peer.missing()})")
-    return 0
+    return int(failed)
+
+
+def _find_reason(candidate: Candidate) -> str | None:
+    """Why a candidate will not be timed, as far as it is known without a GPU."""
+    try:
+        candidate.prove()
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _host() -> int:

@@ -6,14 +6,15 @@ outputs and workspaces from torch's caching allocator. Peers that are not instal
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from bench.cells import Cell
-from bench.results import NOT_APPLICABLE, Key, Untimed
+from bench.results import FAILED, NOT_APPLICABLE, Key, Untimed
 from cute_dash import registry
+from cute_dash.check import METHOD_ERRORS, ScheduleError, describe_failure
 from cute_dash.config import BwdConfig
 from cute_dash.problem import ProblemShape
 from cute_dash.schedule import Schedule, Selector
@@ -37,10 +38,12 @@ class Candidate:
     Attributes:
         key: under which it is recorded.
         prepare: makes the timed call for given inputs; what need not happen on every call happens here.
+        prove: raises a ValueError if a schedule of ours breaks a rule, as `prepare` does.
     """
 
     key: Key
     prepare: "Callable[[Inputs], BackwardCall]"
+    prove: Callable[[], None] = lambda: None
 
     @property
     def deterministic(self) -> bool:
@@ -264,7 +267,7 @@ def find_candidates(
         num_sms: of the device, which holds one CTA of the kernel on each; None: not known, any number is enough.
         configs: configurations to time each schedule with.
     Returns:
-        Candidates, and those that cannot implement the cell: our schedules, and peers.
+        Candidates, and those that cannot implement the cell: our schedules, and peers; or whose methods fail.
     """
     schedules, ours, untimed = list(schedules), [], []
     for change in configs:
@@ -293,14 +296,17 @@ def _our_candidates(
         except ValueError as error:
             loaded = registry.load(spec)
             key = Key(OURS, _mode(loaded), change.label(loaded.name))
-            untimed.append(Untimed.of(key, cell, NOT_APPLICABLE, str(error)))
+            verdict = FAILED if isinstance(error, ScheduleError) else NOT_APPLICABLE
+            untimed.append(Untimed.of(key, cell, verdict, str(error)))
         else:
             if schedule not in labels:
                 labels[schedule] = _label(schedule, spec, labels.values())
     prepare = _prepare_ours_varlen if cell.varlen else _prepare_ours
-    candidates = [
-        Candidate(Key(OURS, _mode(s), change.label(label)), prepare(s, config, cell)) for s, label in labels.items()
-    ]
+    candidates = []
+    for schedule, label in labels.items():
+        prove = partial(_prove, schedule, config, cell)
+        key = Key(OURS, _mode(schedule), change.label(label))
+        candidates.append(Candidate(key, prepare(schedule, config, cell), prove))
     return candidates, untimed
 
 
@@ -315,19 +321,29 @@ def _resolve(spec: str, cell: Cell, shape: ProblemShape, num_sms: int | None) ->
     if cell.varlen:
         return registry.resolve_varlen(spec, shape)
     schedule = registry.resolve(spec, shape)
-    needed = schedule.min_resident_ctas(shape)
+    try:
+        needed = schedule.min_resident_ctas(shape)
+    except METHOD_ERRORS as error:
+        raise ScheduleError(f"{schedule.name}: {describe_failure(error, schedule)}") from error
     if num_sms is not None and needed > num_sms:
         raise ValueError(f"schedule={schedule.name!r} needs {needed} resident CTAs, the device holds {num_sms}")
     return schedule
 
 
+def _prove(schedule: Schedule, config: BwdConfig, cell: Cell) -> None:
+    """As the op does before it launches what is not shipped, and for each length: a deadlock would hang the GPU."""
+    from cute_dash.validation import is_tested, prove_once
+
+    if not is_tested(schedule):
+        for seqlen in dict.fromkeys(cell.lengths):
+            prove_once(schedule, replace(cell.problem_shape(config), seqlen_q=seqlen, seqlen_k=seqlen))
+
+
 def _prepare_ours(schedule: Schedule, config: BwdConfig, cell: Cell) -> "Callable[[Inputs], BackwardCall]":
     def prepare(inputs: "Inputs") -> "BackwardCall":
         from cute_dash.launch import backward
-        from cute_dash.validation import is_tested, prove_once
 
-        if not is_tested(schedule):  # as the op does: a deadlock would hang the GPU
-            prove_once(schedule, cell.problem_shape(config))
+        _prove(schedule, config, cell)
         x = inputs
         arguments = (x.dout, x.q, x.k, x.v, x.out, x.lse, x.softmax_scale, x.causal, schedule, config)
         return lambda: backward(*arguments, window_size=x.window_size)
@@ -340,12 +356,10 @@ def _prepare_ours_varlen(schedule: Schedule, config: BwdConfig, cell: Cell) -> "
 
     def prepare(inputs: "Inputs") -> "BackwardCall":
         from cute_dash.launch import backward_varlen
-        from cute_dash.validation import is_tested, prove_lengths
 
+        _prove(schedule, config, cell)
         x = inputs
         cu_seqlens = (_make_cu_seqlens(x),) * 2
-        if not is_tested(schedule):
-            prove_lengths(schedule, longest, cu_seqlens)
         arguments = (x.dout, x.q, x.k, x.v, x.out, x.lse, *cu_seqlens, x.softmax_scale, longest.causal, schedule)
         return lambda: backward_varlen(*arguments, window=longest.window)
 

@@ -8,8 +8,9 @@ Host only, Python ints. The rules:
    order when it is done with one, no set of CTAs waits forever.
    With several query heads per KV head a tile walks its steps once for each, and all that is run here.
 3. purity: a frozen, hashable dataclass whose answers depend on the arguments alone; for a batch-invariant schedule, on
-   the stream alone: every stream is ordered like the only stream of its own problem. (The number of SMs and the timing
-   are no arguments, so nothing can depend on them.)
+   the stream alone: every stream is ordered like the only stream of its own problem, and of sequences of different
+   lengths whatever the longest one is, as far as a selector can be asked. (The number of SMs and the timing are no
+   arguments, so nothing can depend on them.)
 4. traceable: the methods run on `TracedInt`, with the same results, so that the kernel can be compiled.
 
 Why one number of CTAs is enough for rule 2. Call a step open if it has not been added yet, and suppose that R CTAs
@@ -30,9 +31,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+from cute_dash.ints import NO_COMPARISON
 from cute_dash.naming import name_type
 from cute_dash.problem import ProblemShape, Window
-from cute_dash.schedule import Schedule, Selector, WorkTile, get_stream_tile
+from cute_dash.schedule import DenseSchedule, Schedule, SelectingSchedule, Selector, WorkTile, get_stream_tile
 from cute_dash.traced_int import TracedInt
 
 _T = TypeVar("_T")
@@ -43,6 +45,9 @@ _SAMPLED_CLAIMS = 8192  # `check_sample` asks for about so many work tiles
 _SAMPLED_TILES = 512  # of at most so many it asks for all steps, and of so many dQ tiles for all additions:
 _SAMPLED_STEPS = 2**14  # for about so many steps and so many additions in all
 MAX_STEPS = 20_000_000  # about a minute, and 2 GB
+_LONGEST = tuple(2**k for k in range(6, 21))  # tokens of the longest sequences that a selector is asked about
+_COMPARED_TILES = 32  # most tiles of a sequence that is compared under two schedules
+METHOD_ERRORS = (Exception, SystemExit)  # what a user's methods can raise, `exit()` among it
 
 
 class ScheduleError(ValueError):
@@ -93,7 +98,8 @@ def check(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = N
     """Prove rules 1 to 4 for a shape.
 
     Args:
-        schedule: the schedule; of a selector such as `auto`, the selected one is checked.
+        schedule: the schedule; of a selector such as `auto`, the selected one is checked, and that a selector which
+            says batch_invariant selects by neither the batch nor, for sequences of different lengths, the longest.
         shape: the problem, with Python ints.
         resident_ctas: CTAs that the device runs at once, if it is known. Rule 2 is proved for
             `schedule.min_resident_ctas(shape)` and all larger numbers in any case.
@@ -103,8 +109,11 @@ def check(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = N
         TooManyStepsError: the shape has more than MAX_STEPS steps.
     """
     _check_size(shape)
-    with _as_schedule_error(schedule):
-        _check_rules(schedule, shape, resident_ctas)
+    check_value_object(schedule)
+    selected = select(schedule, shape)
+    with _as_schedule_error(selected):
+        orders = _check_rules(selected, shape, resident_ctas)
+        _check_promises((selected, schedule), shape, orders)
 
 
 @contextmanager
@@ -114,8 +123,9 @@ def _as_schedule_error(schedule: Schedule, where: str = "") -> Iterator[None]:
         yield
     except ScheduleError:
         raise
-    except Exception as error:
-        raise ScheduleError(where + describe_failure(error, schedule)) from error
+    except METHOD_ERRORS as error:
+        failure = describe_failure(error, schedule)
+        raise ScheduleError(failure if failure.startswith("rule ") else where + failure) from error
 
 
 def _check_size(shape: ProblemShape) -> None:
@@ -130,19 +140,18 @@ def _check_size(shape: ProblemShape) -> None:
         )
 
 
-def _check_rules(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None) -> None:
-    given, schedule = schedule, _select(schedule, shape)
-    check_value_object(given)
+def _check_rules(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None) -> list[TileOrder]:
+    """All rules but what a claim of batch invariance adds; returns the orders."""
     check_value_object(schedule)
     if not schedule.can_implement(shape):
         raise ScheduleError(f"{schedule.name!r} cannot implement {shape}")
+    _check_group(schedule, shape)
     orders = _check_coverage(schedule, shape)
     if schedule.ordered:
         _check_progress(orders, _check_residency(schedule, shape, resident_ctas))
     _check_repeatable(schedule, shape, orders)
-    if given.batch_invariant:
-        _check_batch_invariant(given, shape, orders)
     _check_traceable(schedule, shape, dict(enumerate(orders)))
+    return orders
 
 
 def find_violation(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = None) -> str | None:
@@ -162,17 +171,23 @@ def describe_failure(error: BaseException, schedule: Schedule | None = None) -> 
     """One line about what a schedule raised: its method with file and line, if the traceback knows it, and the error.
 
     Of an error of several lines, perhaps coloured for a terminal, the first line is taken. What the CuTe DSL says of a
-    traced value that is used like a Python one is said in the words of rule 4.
+    traced value that is used like a Python one, or the other way round, is said in the words of rule 4.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0].strip()
     method = find_method(error, schedule)
-    for mark, advice in _DSL_ERRORS.items():
+    for mark, advice in _TRACING_ERRORS.items():
         if method and mark in text:
             return f"rule 4 (traceable): {method} {advice}"
     return f"{method + ' raised ' if method else ''}{type(error).__name__}{': ' + text if text else ''}"
 
 
-_DSL_ERRORS = {
+_NO_CONDITION = (
+    "gives cute_dash.ints.where a condition that is no comparison: write x % 2 == 1 instead of x % 2, and a >= b "
+    "instead of ~(a < b)"
+)
+_TRACING_ERRORS = {
+    NO_COMPARISON: _NO_CONDITION,
+    "PHASE_CONDITIONAL_NOT_DYNAMIC": _NO_CONDITION,
     "PHASE_DYNAMIC_TO_STATIC_BOOL": "asks for the truth value of a traced value; instead of if, and, or, min and max "
     "use cute_dash.ints.where, minimum and maximum",
     "PHASE_DYNAMIC_INDEX": "takes a traced value for an index, a range bound, an int or a float, which it cannot be",
@@ -204,13 +219,34 @@ def expand(schedule: Schedule, shape: ProblemShape) -> list[TileOrder]:
 
 def _expand_tile(schedule: Schedule, tile: WorkTile, shape: ProblemShape) -> TileOrder:
     m_blocks = [schedule.get_m_block(step, tile, shape) for step in range(schedule.get_num_steps(tile, shape))]
+    return _expand_loop(schedule, tile, m_blocks, shape)
+
+
+def _expand_loop(schedule: Schedule, tile: WorkTile, m_blocks: list[int], shape: ProblemShape) -> TileOrder:
+    """The order of a tile whose loop order is known."""
     lock_values = [schedule.get_lock_value(m_block, tile, shape) for m_block in m_blocks]
     lock_counts = [schedule.get_lock_count(m_block, tile, shape) for m_block in m_blocks]
     return TileOrder(tile, m_blocks, lock_values, lock_counts, shape.group_size)
 
 
-def _select(schedule: Schedule, shape: ProblemShape) -> Schedule:
-    return schedule.select(shape) if isinstance(schedule, Selector) else schedule
+def select(given: Schedule, shape: ProblemShape, varlen: bool = False) -> Schedule:
+    """The schedule itself, or what it selects for a shape.
+
+    Args:
+        varlen: for sequences of different lengths, the longest of which `shape` has.
+
+    Raises:
+        ScheduleError: its method raises, or gives no schedule.
+    """
+    if not isinstance(given, Selector):
+        return given
+    method = "select_varlen" if varlen and isinstance(given, SelectingSchedule) else "select"
+    with _as_schedule_error(given):
+        selected = getattr(given, method)(shape)
+    if not isinstance(selected, Schedule) or isinstance(selected, Selector):
+        allowed = "a Schedule that is no selector"
+        raise ScheduleError(f"{type(given).__name__}.{method} gives {_show(selected)}; allowed: {allowed}")
+    return selected
 
 
 def _describe(tile: WorkTile) -> str:
@@ -218,6 +254,16 @@ def _describe(tile: WorkTile) -> str:
 
 
 # Rule 1
+
+
+def _check_group(schedule: Schedule, shape: ProblemShape) -> None:
+    """What the tile order of `DenseSchedule` divides by."""
+    if not isinstance(schedule, DenseSchedule):
+        return
+    for name in ("get_window", "get_heads_per_group"):
+        value = getattr(schedule, name)(shape)
+        if type(value) is not int or value < 1:
+            raise ScheduleError(f"rule 1 (coverage): {name} gives {_show(value)}; allowed: ints of at least 1")
 
 
 def _check_coverage(schedule: Schedule, shape: ProblemShape) -> list[TileOrder]:
@@ -235,9 +281,11 @@ def _check_coverage(schedule: Schedule, shape: ProblemShape) -> list[TileOrder]:
 
 def _check_steps(schedule: Schedule, tile: WorkTile, places: _Places, shape: ProblemShape) -> TileOrder:
     """The tile with its orders, which are right; `places`: what has been seen so far."""
-    _check_num_steps(schedule.get_num_steps(tile, shape), tile, shape)
-    order = _expand_tile(schedule, tile, shape)
-    _check_loop_order(order, shape)
+    num_steps = schedule.get_num_steps(tile, shape)
+    _check_num_steps(num_steps, tile, shape)
+    m_blocks = [schedule.get_m_block(step, tile, shape) for step in range(num_steps)]
+    _check_loop_order(tile, m_blocks, shape)  # before other methods get them
+    order = _expand_loop(schedule, tile, m_blocks, shape)
     for step, m_block in enumerate(order.m_blocks):
         where = f"{_describe(tile)}, m_block={m_block} (step {step})"
         _check_place(where, tile, m_block, order.lock_values[step], order.lock_counts[step], places, shape)
@@ -271,20 +319,19 @@ def _check_num_steps(num_steps: int, tile: WorkTile, shape: ProblemShape) -> Non
         )
 
 
-def _check_loop_order(order: TileOrder, shape: ProblemShape) -> None:
-    low, high = shape.get_m_block_min(order.tile.n_block), shape.get_m_block_max(order.tile.n_block)
+def _check_loop_order(tile: WorkTile, m_blocks: Sequence[int], shape: ProblemShape) -> None:
+    low, high = shape.get_m_block_min(tile.n_block), shape.get_m_block_max(tile.n_block)
     steps: dict[int, int] = {}
-    for step, m_block in enumerate(order.m_blocks):
+    for step, m_block in enumerate(m_blocks):
         if type(m_block) is not int or not low <= m_block < high:
             raise ScheduleError(
-                f"rule 1 (coverage): {_describe(order.tile)}: get_m_block gives {_show(m_block)} at step {step}; "
+                f"rule 1 (coverage): {_describe(tile)}: get_m_block gives {_show(m_block)} at step {step}; "
                 f"the mask leaves it ints in [{low}, {high})"
             )
         first = steps.setdefault(m_block, step)
         if first != step:
             raise ScheduleError(
-                f"rule 1 (coverage): {_describe(order.tile)}: get_m_block gives {m_block} "
-                f"at step {first} and at step {step}"
+                f"rule 1 (coverage): {_describe(tile)}: get_m_block gives {m_block} at step {first} and at step {step}"
             )
 
 
@@ -487,16 +534,74 @@ def _check_repeatable(schedule: Schedule, shape: ProblemShape, orders: list[Tile
         _check_same_order(orders[work_idx], again, "when asked first", "when asked again")
 
 
-def _check_batch_invariant(schedule: Schedule, shape: ProblemShape, orders: list[TileOrder]) -> None:
+def _check_promises(schedules: Sequence[Schedule], shape: ProblemShape, orders: Sequence[TileOrder]) -> None:
+    """Of a selected schedule and its selector each may say that it is batch invariant; they may be one."""
+    for schedule in dict.fromkeys(schedules):
+        if schedule.batch_invariant:
+            _check_batch_invariant(schedule, shape, orders)
+        longest = dataclasses.replace(shape, batch=1)
+        if isinstance(schedule, SelectingSchedule) and _selects_varlen(schedule, longest):
+            check_selection_by_length(schedule, longest)
+
+
+def _selects_varlen(schedule: Schedule, longest: ProblemShape) -> bool:
+    """Whether a selector is for sequences of different lengths, too; where not, who asks for them is told why."""
+    try:
+        return select(schedule, longest, varlen=True) is not None
+    except ScheduleError:
+        return False
+
+
+def _check_batch_invariant(given: Schedule, shape: ProblemShape, orders: Sequence[TileOrder]) -> None:
     """Compare every stream with the only stream of its own problem, for which a selector may select anew."""
     shape = dataclasses.replace(shape, batch=1, num_heads=1)
-    schedule = _select(schedule, shape)
+    schedule = select(given, shape)
     if not schedule.can_implement(shape):
         raise ScheduleError(f"rule 3 (purity): {schedule.name!r} says batch_invariant, but cannot implement {shape}")
     n_blocks = {order.tile.n_block for order in orders}
     alone = {n_block: _expand_tile(schedule, WorkTile(n_block, 0, 0), shape) for n_block in n_blocks}
     for order in orders:
-        _check_same_order(order, alone[order.tile.n_block], "in this batch", "alone, though it says batch_invariant")
+        who = f"{given.name!r}, which selects its schedule," if isinstance(given, Selector) else "it"
+        there = f"alone, though {who} says batch_invariant"
+        _check_same_order(order, alone[order.tile.n_block], "in this batch", there)
+
+
+def check_selection_by_length(given: Schedule, longest: ProblemShape) -> None:
+    """Rule 3 for sequences of different lengths, whose longest is part of the batch around the others.
+
+    A batch-invariant selector is asked about ever longer ones: whatever it selects must order a sequence as what it
+    selects for `longest`.
+
+    Raises:
+        ScheduleError: it does not; or as `select`.
+    """
+    if not (isinstance(given, Selector) and given.batch_invariant):
+        return
+    chosen = select(given, longest, varlen=True)
+    for length in _LONGEST:
+        try:
+            other = select(given, dataclasses.replace(longest, seqlen_q=length, seqlen_k=length), varlen=True)
+        except ScheduleError:
+            continue  # a length that it refuses
+        if other != chosen:
+            _check_same_selection(given, (chosen, other), longest, length)
+
+
+def _check_same_selection(
+    given: Schedule, schedules: tuple[Schedule, Schedule], longest: ProblemShape, length: int
+) -> None:
+    """Compare a sequence under what is selected beside `longest` and beside one of `length` tokens."""
+    seqlen_q, seqlen_k = (
+        min(seqlen, length, _COMPARED_TILES * tile)
+        for seqlen, tile in ((longest.seqlen_q, longest.tile_m), (longest.seqlen_k, longest.tile_n))
+    )
+    sequence = dataclasses.replace(longest, batch=1, num_heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    with _as_schedule_error(schedules[0]), _as_schedule_error(schedules[1]):
+        for n_block in range(sequence.num_n_blocks):
+            chosen, other = (_expand_tile(schedule, WorkTile(n_block, 0, 0), sequence) for schedule in schedules)
+            here = f"where the longest sequence has {longest.seqlen_q} x {longest.seqlen_k} tokens"
+            there = f"where it has {length}, by which {given.name!r} selects, though it says batch_invariant"
+            _check_same_order(chosen, other, here, there)
 
 
 def _check_same_order(order: TileOrder, other: TileOrder, here: str, there: str) -> None:
@@ -602,20 +707,21 @@ def check_sample(schedule: Schedule, shape: ProblemShape) -> None:
     Raises:
         ScheduleError: as `check`.
     """
-    with _as_schedule_error(schedule):
-        _check_sampled_rules(schedule, shape)
+    selected = select(schedule, shape)
+    with _as_schedule_error(selected):
+        orders = _check_sampled_rules(selected, shape)
+        _check_promises((selected, schedule), shape, orders)
 
 
-def _check_sampled_rules(given: Schedule, shape: ProblemShape) -> None:
-    schedule = _select(given, shape)
+def _check_sampled_rules(schedule: Schedule, shape: ProblemShape) -> list[TileOrder]:
     places: _Places = {}
+    _check_group(schedule, shape)
     claims = _check_sampled_claims(schedule, shape)
     orders = _check_sampled_tiles(schedule, shape, claims, places)
     needs_one_cta = schedule.ordered and _check_residency(schedule, shape, None) == 1
     _check_sampled_dq_tiles(schedule, shape, claims if needs_one_cta else {}, places)
-    if given.batch_invariant:
-        _check_batch_invariant(given, shape, list(orders.values()))
     _check_traceable(schedule, shape, {claims[tile]: order for tile, order in orders.items() if tile in claims})
+    return list(orders.values())
 
 
 def _check_sampled_claims(schedule: Schedule, shape: ProblemShape) -> dict[WorkTile, int]:

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import textwrap
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tabulate import tabulate
 
 import cute_dash
-from cute_dash.check import ScheduleError, TooManyStepsError, describe_failure, find_violation
+from cute_dash.check import METHOD_ERRORS, ScheduleError, TooManyStepsError, describe_failure, find_violation
 from cute_dash.config import (
     ALLOWED_HEAD_DIMS,
     SUPPORTED_HEAD_DIMS,
@@ -36,7 +37,7 @@ from cute_dash.config import (
 )
 from cute_dash.problem import MASKS, ProblemShape, normalize_mask
 from cute_dash.registry import ScheduleFileError, ShadowedPackageError, UnsupportedShapeError
-from cute_dash.schedule import Schedule, SelectingSchedule, needs_one_cta
+from cute_dash.schedule import Schedule, needs_one_cta
 
 if TYPE_CHECKING:
     from cute_dash import verify
@@ -58,8 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     _search_current_folder()
     if argv[:1] == ["bench"]:  # its options, --help included, are the bench's own
         return _guarded(lambda: _bench(argv[1:]))
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(_join_window(argv))
     return _guarded(lambda: int(args.run(args)))
+
+
+def _join_window(argv: Sequence[str]) -> list[str]:
+    """`--window -1,0` as `--window=-1,0`: what begins with a dash and is no number, argparse takes for an option."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and len(joined[-1]) > 2 and "--window".startswith(joined[-1]) and re.match(r"-\d", argument):
+            argument = f"{joined.pop()}={argument}"
+        joined.append(argument)
+    return joined
 
 
 def _search_current_folder() -> None:
@@ -373,7 +384,7 @@ def _schedules(args: argparse.Namespace) -> int:
     for name, schedule in schedules.items():
         try:
             rows.append(_schedule_row(schedule, shape))
-        except Exception as error:  # a user's methods can raise anything
+        except METHOD_ERRORS as error:
             broken[name] = f"{name}: {describe_failure(error, schedule)}"
     if args.json:
         _print_json(rows)
@@ -410,9 +421,9 @@ def _first_line(schedule: Schedule) -> str:
 
 def _check(args: argparse.Namespace) -> int:
     shape = _shape(args)
-    schedule = _resolve(args.schedule, shape)
+    given, schedule = _load(args.schedule), _resolve(args.schedule, shape)
     with _saying_if_slow(f"checking {schedule.name} for {_describe(shape)}"):
-        violation = find_violation(schedule, shape, args.resident)
+        violation = find_violation(given, shape, args.resident)
     if args.json:
         _print_json(
             {
@@ -621,7 +632,7 @@ def _list_keys(
 
     try:
         kernels = _list_kernels([schedule], config, varlen)
-    except Exception as error:  # a user's methods can raise anything
+    except METHOD_ERRORS as error:
         raise ScheduleError(describe_failure(error, schedule)) from error
     for concrete in dict.fromkeys(kernel.schedule for kernel in kernels):
         if violation := find_small_violation(concrete, config):
@@ -641,8 +652,8 @@ def _list_kernels(schedules: Sequence[Schedule], config: BwdConfig, varlen: bool
     kernels: dict[_Kernel, None] = {}  # an ordered set
     for schedule, num_tiles in itertools.product(schedules, _NUM_TILES):
         shape = make_square_shape(1, 16, num_tiles, config)
-        if varlen and isinstance(schedule, SelectingSchedule):
-            schedule = schedule.select_varlen(shape)
+        if varlen:
+            schedule = registry.select(schedule, shape, varlen)
         if schedule.can_implement(shape) and (needs_one_cta(schedule) or not varlen):
             concrete = registry.resolve(schedule, shape)
             kernels[_Kernel(concrete, concrete.min_resident_ctas(shape) > 1)] = None
@@ -663,7 +674,7 @@ def _compile_one(key: "CompileKey", folder: Path) -> str:
         raise UsageError(f"kernels cannot be compiled here: {error} (see `cute-dash doctor`)") from error
     except ScheduleError:
         raise
-    except Exception as error:
+    except METHOD_ERRORS as error:
         raise ScheduleError(describe_failure(error, key.schedule)) from error
     if not key.is_cacheable():
         return "; not stored: only schedules of the package `schedules`, unchanged since the command began, are"
@@ -678,7 +689,7 @@ def _describe_key(key: "CompileKey") -> str:
 
 def _verify_bits(args: argparse.Namespace) -> int:
     try:
-        from cute_dash import verify, verify_gpu
+        from cute_dash import registry, verify, verify_gpu
         from cute_dash.demo import one_thread
         from cute_dash.testing import why_no_hopper
     except ImportError as error:
@@ -708,7 +719,8 @@ def _verify_bits(args: argparse.Namespace) -> int:
         _print_json(report.as_dict())
     else:
         print(report.render())
-    return OK if report.passed else FAILED
+    broken = registry.load_all()[1].values() if "all" in selection.schedules else ()
+    return max(_report_broken(broken), OK if report.passed else FAILED)
 
 
 def _select_to_verify(args: argparse.Namespace, default: "verify.Extents") -> "verify.Selection":

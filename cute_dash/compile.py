@@ -32,7 +32,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from cute_dash.check import ScheduleError, describe_failure, find_method, find_violation
+from cute_dash.check import METHOD_ERRORS, ScheduleError, describe_failure, find_method, find_violation
 from cute_dash.config import BwdConfig
 from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import Schedule
@@ -201,7 +201,7 @@ def build(key: CompileKey, options: str = "") -> Any:
     )
 
 
-def explain_failure(error: Exception, key: CompileKey) -> str | None:
+def explain_failure(error: BaseException, key: CompileKey) -> str | None:
     """One line about what the schedule did to make the DSL raise; None if the schedule did nothing.
 
     In the checker's words where it finds it too, on a few tiles; else the method that the error passed through.
@@ -236,7 +236,7 @@ def _compile_and_store(key: CompileKey) -> CompiledBackward:
     _progress(f"compiling {key.describe()} ...")
     try:
         compiled = build(key)
-    except Exception as error:  # the DSL reports what it cannot trace in many ways
+    except METHOD_ERRORS as error:  # the DSL reports what it cannot trace in many ways
         if (reason := explain_failure(error, key)) is None:
             raise
         raise ScheduleError(f"{key.describe()} cannot be compiled: {reason}") from error

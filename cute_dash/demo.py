@@ -14,7 +14,7 @@ import torch
 from tabulate import tabulate
 
 from cute_dash import analysis, emulator, registry
-from cute_dash.check import ScheduleError, check, describe_failure
+from cute_dash.check import METHOD_ERRORS, ScheduleError, check, describe_failure
 from cute_dash.config import get_config
 from cute_dash.problem import ProblemShape
 from cute_dash.registry import UnsupportedShapeError
@@ -218,7 +218,7 @@ class _Plan:
             self.left_out.append(f"{schedule.name} on the {mask} mask: it {error.reason}")
         except ScheduleError as error:
             self.broken.append(f"{schedule.name} on the {mask} mask: {error}")
-        except Exception as error:  # a user's methods can raise anything
+        except METHOD_ERRORS as error:
             self.broken.append(f"{schedule.name} on the {mask} mask: {describe_failure(error, schedule)}")
         else:
             self.jobs.append((mask, schedule))

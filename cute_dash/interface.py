@@ -140,8 +140,9 @@ def flash_attn_varlen_func(
     """`flash_attn_func` for sequences of different lengths, one behind the other.
 
     Under one schedule and kind of mask the bits of a sequence's gradients depend on the sequence alone, wherever it is
-    and whatever is beside it. The greatest lengths choose the schedule of 'auto', and whether a window hides anything
-    at all.
+    and whatever is beside it. The greatest lengths choose the schedule of 'auto', but not that of 'auto_invariant', and
+    whether a window hides anything at all, which is a matter of the kind of mask. Both may choose another schedule, and
+    so other bits, than `flash_attn_func` for the same sequence.
 
     Args:
         q: (total_q, num_heads, head_dim), dtype and strides as for `flash_attn_func`.
@@ -153,9 +154,9 @@ def flash_attn_varlen_func(
             for). Of CUDA tensors only the caller knows; nothing else is read back from the device.
         softmax_scale, causal, window_size, softcap, return_lse, learnable_sink: as for `flash_attn_func`; each sequence
             has its own mask. Tokens behind the last sequence see no sink either.
-        schedule: as for `flash_attn_func`, but only what needs one resident CTA for every length: 'auto' and
-            'auto_invariant' choose among these, and shift and symmetric_shift are refused. One that is not shipped is
-            proven for each pair of lengths, which are read back from the device.
+        schedule: as for `flash_attn_func`, but only what needs one resident CTA for every length: 'auto' chooses among
+            these, 'auto_invariant' is shortest_first, and shift and symmetric_shift are refused. One that is not
+            shipped is proven for each pair of lengths, which are read back from the device.
 
     Returns:
         out (total_q, num_heads, head_dim of v) in the dtype of q, or (out, LSE) with LSE (num_heads, total_q).

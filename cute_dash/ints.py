@@ -2,15 +2,20 @@
 
 A schedule is written once and executed twice: with Python ints when it is checked, drawn or emulated, and with traced
 32-bit ints while the kernel is compiled. A traced value has no truth value, so `if`, `and`, `or`, `min` and `max` do
-not work on it; these helpers do. Two rules keep both worlds equal:
+not work on it; these helpers do. Three rules keep both worlds equal:
 
 * `//` floors in both, so it is safe; `%` truncates on the device (-5 % 3 == -2) and floors in Python, so never take
   `%` of a value that can be negative: use `wrap`.
-* every intermediate value must fit 32 bits.
+* every intermediate value must fit 32 bits;
+* a condition is a comparison, or some joined by `&` and `|`, never by `~`, which makes an int of a Python bool.
 """
 
+from numbers import Number
 from typing import Any, TypeVar
 
+from cute_dash.traced_int import TracedInt
+
+NO_COMPARISON = "the condition of cute_dash.ints.where"  # what the error of such a condition begins with
 T = TypeVar("T")
 
 
@@ -18,11 +23,17 @@ def where(condition: Any, if_true: T, if_false: T) -> T:
     """`if_true` where `condition` holds, else `if_false`; both are evaluated.
 
     Args:
-        condition: a Python bool, a traced bool, or any object with a `select(if_true, if_false)` method.
+        condition: a comparison, or some joined by & and |: a Python bool, a traced bool, or any object with a
+            `select(if_true, if_false)` method.
         if_true, if_false: ints of either kind.
+
+    Raises:
+        TypeError: the condition is a number, as x % 2 is, and as `~` of a Python bool is.
     """
     if isinstance(condition, bool):
         return if_true if condition else if_false
+    if isinstance(condition, Number | TracedInt):
+        raise TypeError(f"{NO_COMPARISON} is {condition!r}; allowed: a comparison, or some joined by & and |")
     if hasattr(condition, "select"):
         return condition.select(if_true, if_false)  # type: ignore[no-any-return]
     from cutlass import Int32, select_

@@ -13,9 +13,10 @@ from importlib import import_module, invalidate_caches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from cute_dash.check import ScheduleError, check_value_object, describe_failure, show_path
+from cute_dash import check
+from cute_dash.check import METHOD_ERRORS, ScheduleError, check_value_object, describe_failure, show_path
 from cute_dash.problem import ProblemShape, Window
-from cute_dash.schedule import Schedule, SelectingSchedule, Selector, needs_one_cta
+from cute_dash.schedule import Schedule, Selector, needs_one_cta
 
 PACKAGE = "schedules"
 ENTRY_POINT_GROUP = "cute_dash.schedules"
@@ -107,11 +108,11 @@ def resolve(spec: str | Schedule, shape: ProblemShape) -> Schedule:
             (ScheduleError).
     """
     given = load(spec)
-    schedule = _select(given, shape)
+    schedule = select(given, shape)
     try:
         answer = schedule.can_implement(shape)
         reason = None if answer else _describe_refusal(schedule, shape)
-    except Exception as error:  # a user's methods can raise anything
+    except METHOD_ERRORS as error:
         raise ScheduleError(f"{given.name}: {describe_failure(error, schedule)}") from error
     if type(answer) is not bool:
         raise ScheduleError(f"{given.name}: can_implement gives {answer!r}; allowed: True or False")
@@ -120,27 +121,29 @@ def resolve(spec: str | Schedule, shape: ProblemShape) -> Schedule:
     return schedule
 
 
-def _select(given: Schedule, shape: ProblemShape) -> Schedule:
-    """The schedule itself, or what it selects."""
+def select(given: Schedule, shape: ProblemShape, varlen: bool = False) -> Schedule:
+    """The schedule itself, or what it selects, as `check.select`; refused as `load` refuses.
+
+    Raises:
+        ScheduleError: the selector and what is wrong with it or with its choice.
+    """
     if not isinstance(given, Selector):
         return given
+    what = f"{given.name}: what it selects"
     try:
-        selected = given.select(shape)
-    except Exception as error:  # a user's methods can raise anything
-        raise ScheduleError(f"{given.name}: {describe_failure(error, given)}") from error
-    return _with_own_name(_validated(selected, f"{given.name}: what it selects"), f"{given.name}: what it selects")
+        return _with_own_name(_validated(check.select(given, shape, varlen), what), what)
+    except ValueError as error:
+        text = str(error)
+        raise ScheduleError(text if text.startswith(what) else f"{given.name}: {text}") from error
 
 
 def resolve_varlen(spec: str | Schedule, longest: ProblemShape) -> Schedule:
-    """`resolve` for sequences of different lengths: chosen by the longest, fit for all.
+    """`resolve` for sequences of different lengths, fit for all; what is not batch-invariant may choose by the longest.
 
     Raises:
         ValueError: as `resolve`, and for a schedule that may need several resident CTAs.
     """
-    schedule = load(spec)
-    if isinstance(schedule, SelectingSchedule):
-        schedule = schedule.select_varlen(longest)
-    schedule = resolve(schedule, longest)
+    schedule = resolve(select(load(spec), longest, varlen=True), longest)
     if not needs_one_cta(schedule):
         raise ValueError(
             f"schedule={schedule.name!r} may need several resident CTAs, how many depends on lengths that only the "

@@ -281,9 +281,13 @@ class SelectingSchedule(CompileTimeHandle):
     def select_varlen(self, shape: ProblemShape) -> Schedule:
         """For sequences of different lengths, the longest of which `shape` has.
 
-        The first row that fits and needs one resident CTA whatever the length; nobody on the host knows the lengths.
+        The first row that fits and needs one resident CTA whatever the length; nobody on the host knows the lengths. A
+        batch-invariant selector takes rows for any number of KV tiles only: the longest sequence is part of the batch
+        around the others, so it must not choose the order of their sums.
         """
         for row in self.table:
+            if self.batch_invariant and row.max_n_blocks is not None:
+                continue
             if row.fits(shape) and needs_one_cta(row.schedule):
                 return row.schedule
         raise ValueError(f"no row of {self.name!r}'s table fits sequences of different lengths of {shape}")

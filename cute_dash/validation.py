@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_dash.check import check, check_sample
+from cute_dash.check import ScheduleError, check, check_sample, check_selection_by_length
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
 from cute_dash.naming import name_type
 from cute_dash.problem import ProblemShape, Window, normalize_mask
-from cute_dash.registry import UnsupportedShapeError, resolve, resolve_varlen
+from cute_dash.registry import UnsupportedShapeError, load, resolve, resolve_varlen
 from cute_dash.schedule import DenseSchedule, Schedule
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
@@ -29,7 +29,8 @@ _PART_STEPS = 35_000  # of what is proved of a larger problem, which leaves time
 TESTED_SCHEDULES = frozenset(
     ("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid", "unordered")
 )
-_TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
+TESTED_SELECTORS = frozenset(("auto", "auto_invariant"))  # which choose among these
+_TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES | TESTED_SELECTORS)
 MAX_TILES = 2**30  # the kernel numbers tiles in 32 bits, and the sum of two numbers has to fit
 MAX_VARLEN_TILES = 2**23  # of a head: the kernel finds a sequence's statistics, 2**8 elements a tile, in 32 bits
 MAX_LENGTH = 2**31 - 1  # beyond every sequence, so no limit; larger numbers would not fit an op's schema
@@ -313,15 +314,15 @@ def get_longest_shape(
 def resolve_varlen_schedule(
     spec: "str | Schedule", longest: ProblemShape, num_tokens: tuple[int, int], num_sequences: int
 ) -> Schedule:
-    """The concrete schedule for sequences of different lengths: chosen by the longest, fit for all.
+    """The concrete schedule for sequences of different lengths, fit for all.
 
     Args:
         longest: see `get_longest_shape`.
         num_tokens: queries and keys of all sequences.
 
     Raises:
-        ValueError: unknown name, or a schedule that may need several resident CTAs or cannot implement the shape; too
-            many tiles.
+        ValueError: unknown name, or a schedule that may need several resident CTAs or cannot implement the shape; a
+            selector that says batch_invariant and goes by the longest; too many tiles.
     """
     total_q, total_k = num_tokens
     per_head = num_sequences + 1 + max(total_q // longest.tile_m, total_k // longest.tile_n)
@@ -331,13 +332,16 @@ def resolve_varlen_schedule(
             f"{total_q} queries and {total_k} keys in {num_sequences} sequences of {longest.num_query_heads} heads "
             f"make {num_tiles} tiles; allowed: at most {MAX_TILES}, and {MAX_VARLEN_TILES} of a head"
         )
-    schedule = resolve_varlen(spec, longest)
+    given = load(spec)
+    schedule = resolve_varlen(given, longest)
     _check_heads_per_group(schedule, longest)
+    if not is_tested(given):
+        check_selection_by_length(given, longest)
     return schedule
 
 
 def is_tested(schedule: Schedule) -> bool:
-    """Whether this package's own tests prove the schedule."""
+    """Whether this package's own tests prove the schedule, or what a selector selects and promises."""
     return type(schedule).__module__ in _TESTED_MODULES
 
 
@@ -402,14 +406,17 @@ def _make_shape(
 
 
 def _resolve(spec: "str | Schedule", shape: ProblemShape) -> Schedule:
-    schedule = resolve(spec, shape)
-    if not is_tested(schedule):
-        prove(schedule, shape)
+    given = load(spec)
+    schedule = resolve(given, shape)
+    if not is_tested(given):
+        prove(given, shape)
     return schedule
 
 
-def prove(schedule: Schedule, shape: ProblemShape) -> None:
+def prove(given: Schedule, shape: ProblemShape) -> None:
     """Checks a schedule that this package's own tests do not, before a kernel hangs on it or adds in a wrong order.
+
+    Of a selector it checks what it selects for the shape, and the promise of batch invariance.
 
     A problem of at most MAX_PROVEN_STEPS steps, those that the mask hides counted, is proved, all of it. Of a larger
     one every rule is proved for a part, with two sequences and two heads at least where there are as many, and fewer
@@ -417,15 +424,18 @@ def prove(schedule: Schedule, shape: ProblemShape) -> None:
     `cute-dash check` proves all of a larger shape, too. It takes about a second.
 
     Raises:
-        ScheduleError: a ValueError that names the first rule broken and where.
+        ScheduleError: a ValueError that names the schedule, the first rule broken and where.
         TooManyStepsError: a ValueError: the schedule cannot order the part, and the whole is too large to be proved.
     """
-    part = _part_to_prove(shape)
-    if part == shape or not _can_implement(schedule, part):
-        check(schedule, shape)
-    else:
-        check(schedule, part)
-        check_sample(schedule, shape)
+    schedule, part = resolve(given, shape), _part_to_prove(shape)
+    try:
+        if part == shape or not _can_implement(schedule, part):
+            check(given, shape)
+        else:
+            check(schedule, part)
+            check_sample(given, shape)
+    except ScheduleError as error:
+        raise ScheduleError(f"schedule={given.name!r} breaks a rule: {error}") from error
 
 
 def _can_implement(schedule: Schedule, shape: ProblemShape) -> bool:

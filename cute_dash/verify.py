@@ -34,6 +34,7 @@ from cute_dash.testing import as_bits, random_inputs
 
 GRADIENTS = ("dq", "dk", "dv")
 CONTROL = "unordered"
+LONG = 16384  # tokens: beyond the last row of a selector's table that asks for a length
 Gradients = tuple[Tensor, ...]
 
 
@@ -266,7 +267,7 @@ class VarlenProblem(Problem):
 
     Attributes:
         lengths: queries and keys of each sequence.
-        max_seqlens: the greatest lengths, which choose schedule and kind of mask.
+        max_seqlens: the greatest lengths, which choose the kind of mask, and of `auto` the schedule.
     """
 
     lengths: tuple[tuple[int, int], ...] = ()
@@ -343,10 +344,7 @@ class VarlenProblem(Problem):
         """The others' tokens are behind, where they are nobody's: as many in all, so that the kind of mask stays."""
         others = [i for i in range(self.batch) if i not in sequences]
         queries, keys = (self._list_tokens(side, [*sequences, *others]) for side in (0, 1))
-        parts: dict[str, Any] = {name: getattr(self, name)[:, queries] for name in ("dout", "q", "out")}
-        parts |= {name: getattr(self, name)[:, keys] for name in ("k", "v")}
-        parts |= {"lse": self.lse[..., queries], "dlse": None if self.dlse is None else self.dlse[..., queries]}
-        return replace(self, **parts, lengths=tuple(self.lengths[i] for i in sequences), _first=[])
+        return self._take_tokens(queries, keys, tuple(self.lengths[i] for i in sequences))
 
     def select_gradients(self, sequences: Sequence[int]) -> Gradients:
         selected = []
@@ -356,6 +354,28 @@ class VarlenProblem(Problem):
             part[:, : len(tokens)] = gradient[:, tokens]
             selected.append(part)
         return tuple(selected)
+
+    def with_own_longest(self, sequence: int) -> "VarlenProblem":
+        """A sequence alone, which then is the longest."""
+        return replace(self.select([sequence]), max_seqlens=self.lengths[sequence])
+
+    def with_long_neighbours(self, sequence: int) -> "VarlenProblem":
+        """A sequence packed with one of LONG keys and one of LONG queries, made of all tokens again and again."""
+        lengths = (self.lengths[sequence], (1, LONG), (LONG, 1))
+        queries, keys = (
+            torch.cat([self._list_tokens(side, [sequence]), torch.arange(LONG + 1, device=x.device) % x.shape[1]])
+            for side, x in enumerate((self.q, self.k))
+        )
+        return self._take_tokens(queries, keys, lengths, max_seqlens=(LONG, LONG))
+
+    def _take_tokens(
+        self, queries: Tensor, keys: Tensor, lengths: tuple[tuple[int, int], ...], **changes: Any
+    ) -> "VarlenProblem":
+        """The problem of the queries and keys of these indices."""
+        parts: dict[str, Any] = {name: getattr(self, name)[:, queries] for name in ("dout", "q", "out")}
+        parts |= {name: getattr(self, name)[:, keys] for name in ("k", "v")}
+        parts |= {"lse": self.lse[..., queries], "dlse": None if self.dlse is None else self.dlse[..., queries]}
+        return replace(self, **parts, lengths=lengths, _first=[], **changes)
 
     def _list_tokens(self, side: int, sequences: Sequence[int]) -> Tensor:
         """Indices of the queries (side 0) or keys of sequences."""
@@ -414,9 +434,36 @@ def other_batches(subject: Subject, num_runs: int) -> Iterator[Sample]:
         yield Sample(subject.select(sequences).backward(), expected, what=f"sequences {sequences}")
 
 
+def other_longest(subject: Subject, num_runs: int) -> Iterator[Sample]:
+    """Batch-invariant schedules, sequences of different lengths: each alone and packed with much longer ones.
+
+    Then the longest, by which a selector might choose, is another. Left out where it is also that of another kind of
+    mask, as of a window that hides nothing from the shorter ones: bits are promised under one.
+    """
+    if not isinstance(subject, VarlenProblem) or not registry.load(subject.schedule).batch_invariant:
+        return
+    # the longest first: of few tiles a sum is the same in any order
+    sequences = sorted(range(subject.batch), key=lambda sequence: subject.lengths[sequence], reverse=True)
+    packings = {"alone": subject.with_own_longest, "with much longer ones": subject.with_long_neighbours}
+    for sequence, (what, pack) in itertools.islice(itertools.product(sequences, packings.items()), num_runs):
+        other = pack(sequence)
+        if other.longest.mask == subject.longest.mask:
+            both = other.backward(), subject.select_gradients([sequence])
+            found, expected = (_take_first(gradients, subject.lengths[sequence]) for gradients in both)
+            yield Sample(found, expected, what=f"sequence {sequence} {what}")
+
+
+def _take_first(gradients: Gradients, lengths: tuple[int, int]) -> Gradients:
+    """Those of the first sequence."""
+    dq, dk, dv = gradients
+    queries, keys = lengths
+    return dq[:, :queries], dk[:, :keys], dv[:, :keys]
+
+
 EMULATOR_CONDITIONS: Mapping[str, tuple[Condition, int]] = {
     "interleavings": (plain, 8),
     "batches": (other_batches, 4),
+    "longest": (other_longest, 4),
 }
 
 

@@ -251,6 +251,7 @@ CONDITIONS: Mapping[str, tuple[Condition, int]] = {
     "two streams": (two_streams, 24),
     "fewer SMs": (fewer_sms, 4),
     "other batches": (verify.other_batches, 4),
+    "other longest": (verify.other_longest, 4),
 }
 
 

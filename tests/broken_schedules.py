@@ -35,6 +35,7 @@ LOOP = "def get_m_block(self, step, tile, shape):\n    "
 LOCK = "def get_lock_value(self, m_block, tile, shape):\n    "
 UNTRUE = "a traced condition has no truth value: use cute_dash.ints.where, minimum or maximum"
 UNKNOWN = "a traced int is not known on the host"
+NO_COMPARISON = r"gives cute_dash\.ints\.where a condition that is no comparison: write x % 2 == 1 instead of x % 2"
 FIRST = "shape.get_m_block_min(tile.n_block)"
 SEEN = "shape.get_n_block_min(m_block)"
 # what can be seen only while tracing, the DSL's tracing included
@@ -85,6 +86,27 @@ MISTAKES = TRACED | {
     ),
     "can_implement raises": Mistake(
         "def can_implement(self, shape):\n    return {}['x']", r"broken: Broken\.can_implement \(.*KeyError: 'x'"
+    ),
+    "an int is no condition": Mistake(
+        LOCK + f"return where(tile.n_block % 2, tile.n_block, tile.n_block) - {SEEN}",
+        rf"rule 4 .*Broken\.get_lock_value \(.*{NO_COMPARISON}",
+    ),
+    "~ of a bool is no condition": Mistake(
+        LOOP + f"return {FIRST} + where(~(step < 0), step, 0)", rf"rule 4 .*Broken\.get_m_block \(.*{NO_COMPARISON}"
+    ),
+    "no m_block": Mistake(LOOP + "pass", r"rule 1 .*get_m_block gives None at step 0; the mask leaves it ints in"),
+    "a generator of m_blocks": Mistake(
+        LOOP + f"yield {FIRST} + step", r"rule 1 .*get_m_block gives <generator .*> of type generator at step 0"
+    ),
+    "no window": Mistake(
+        "def get_window(self, shape):\n    return 0", r"rule 1 .*get_window gives 0; allowed: ints of at least 1"
+    ),
+    "no group": Mistake(
+        "def get_heads_per_group(self, shape):\n    return 0", r"rule 1 .*get_heads_per_group gives 0; allowed: ints"
+    ),
+    "exit": Mistake(LOCK + "exit(3)", r"rule 1 .*Broken\.get_lock_value \(.*raised SystemExit: 3"),
+    "can_implement exits": Mistake(
+        "def can_implement(self, shape):\n    exit(0)", r"broken: Broken\.can_implement \(.*raised SystemExit: 0"
     ),
     "name": Mistake("name = 3", r"rule 3 .*Broken\.name is 3; allowed: str"),
     "taken name": Mistake("name = 'baseline'", r"calls itself 'baseline', which schedules/baseline\.py is"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -337,6 +338,9 @@ def test_a_schedule_without_windows_says_so(capsys):
         ([], "causal", None),  # the default
         (["--window", "inf,inf"], "full", None),
         (["--window=-1,-1"], "full", None),
+        (["--window", "-1,-1"], "full", None),
+        (["--window", "-1,0"], "causal", None),
+        (["--win", "-1,100"], "local", [299, 100]),
         (["--window", "inf,inf", "--mask", "causal"], "causal", None),
         (["--window=64,-1"], "local", [64, 299]),
         (["--window", "1k,1k"], "full", None),  # hides nothing
@@ -446,6 +450,58 @@ def test_check_and_plot_of_a_bad_file(bad_files, name, message, tmp_path, capsys
         captured = capsys.readouterr()
         (line,) = (captured.out + captured.err).splitlines()
         assert message.format(f"{tmp_path}/") in line
+
+
+def test_every_command_takes_a_window_without_a_left_side(tmp_path, capsys):
+    window = ["--window", "-1,16", "--seqlen-q", "200"]
+    picture = ["-o", str(tmp_path / "picture.svg"), "--num-sms", "8"]
+    for command in (["schedules"], ["analyze"], ["check", "baseline"], ["plot", "baseline", *picture]):
+        assert main([*command, *window]) in (0, LISTING_STATUS), capsys.readouterr().err
+    chosen = cli._parser().parse_args(cli._join_window(["verify-bits", *window]))
+    assert chosen.window == (-1, 16)
+    for text in ("-2,0", "-1"):  # as with =, in the words of the option
+        with pytest.raises(SystemExit):
+            main(["check", "baseline", "--window", text])
+        assert f"invalid window {text!r}: it must be LEFT,RIGHT" in capsys.readouterr().err
+
+
+def test_verify_bits_of_all_names_files_that_do_not_load(bad_files, capsys, monkeypatch):
+    argv = ["verify-bits", "--emulator", "--minutes", "0", "--head-dim", "64", "--mask", "causal", "--seqlen-q", "200"]
+    loadable = {"baseline": registry.load("baseline")}
+    broken = registry.load_all()[1]
+    assert "bad_syntax" in broken
+    monkeypatch.setattr(registry, "load_all", lambda: (loadable, broken))
+    assert main([*argv, "all"]) == 1
+    captured = capsys.readouterr()
+    assert "had the bits of their first" in captured.out and "bad_syntax.py: SyntaxError: " in captured.err
+    assert main([*argv, "baseline"]) == 0
+
+
+def test_verify_bits_names_the_schedule_that_breaks_a_rule(deadlocking, bad_files, capsys):
+    argv = ["verify-bits", "--emulator", "--minutes", "0", "--head-dim", "64", "--mask", "causal", "--schedule"]
+    for spec, message in (
+        (deadlocking, "schedule='deadlocking' breaks a rule: rule 2 "),
+        ("bad_raises", "schedule='bad_raises' breaks a rule: rule 1 .*ZeroDivisionError"),
+        ("bad_shapes", "bad_shapes: Deadlocking.can_implement .*ZeroDivisionError"),
+    ):
+        assert main([*argv, spec]) == 1
+        assert re.search(message, capsys.readouterr().err)
+
+
+def test_bench_of_a_file_that_does_not_load_ends_as_the_other_commands_do(bad_files, capsys):
+    assert main(["bench", "--dry-run", "--schedule", "bad_syntax", "--peers", "none"]) == 1
+    assert "bad_syntax.py: SyntaxError: " in capsys.readouterr().err
+    assert main(["bench", "--dry-run", "--schedule", "no_such_schedule", "--peers", "none"]) == 2
+
+
+@pytest.mark.parametrize("options", [[], ["--varlen"]], ids=str)
+def test_a_dry_run_says_what_check_says(options, deadlocking, bad_files, capsys):
+    cell = ["--head-dim", "64", "--mask", "causal", "--seqlen", "1k", "--peers", "none", *options]
+    assert main(["bench", "--dry-run", "--schedule", f"baseline,{deadlocking},bad_shapes", *cell]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"hd64 causal 1k{' varlen' * bool(options)}: cute-dash baseline\n")
+    assert re.search(r"without cute-dash deadlocking: schedule='deadlocking' breaks a rule: rule 2 .*deadlock", out)
+    assert re.search(r"without cute-dash bad_shapes: bad_shapes: Deadlocking.can_implement .*ZeroDivisionError", out)
 
 
 def test_shadowed_package(monkeypatch, capsys):

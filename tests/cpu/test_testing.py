@@ -120,6 +120,9 @@ def test_traced_int_goes_through_the_integer_helpers():
     assert where((TracedInt(3) > 2) & (TracedInt(3) > 4), 1, 2).value == 2
     assert where((TracedInt(3) > 2) | False, 1, TracedInt(2)).value == 1
     assert where(~(TracedInt(3) > 2), 1, 2).value == 2
+    for number in (1, 0, ~True, 1.0, TracedInt(1)):
+        with pytest.raises(TypeError, match=r"the condition of cute_dash.ints.where is .*; allowed: a comparison"):
+            where(number, 1, 2)
 
 
 @pytest.mark.parametrize(

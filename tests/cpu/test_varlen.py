@@ -25,15 +25,18 @@ from cute_dash.config import get_config
 from cute_dash.ints import where
 from cute_dash.kernels.workspace import WorkspaceLayout, get_first_tile, get_num_tiles
 from cute_dash.problem import ProblemShape, Window, normalize_mask
-from cute_dash.schedule import DenseSchedule, needs_one_cta
+from cute_dash.schedule import DenseSchedule, SelectingSchedule, SelectorRow, needs_one_cta
 from cute_dash.testing import (
     AttentionInputs,
     assert_bitwise_equal,
     attention_backward_ref,
     attention_forward_ref,
+    random_inputs,
     relative_error,
 )
+from schedules.longest_first import LongestFirst
 from schedules.shift import Shift
+from schedules.shortest_first import ShortestFirst
 
 FP32_TOLERANCE = 2e-6
 SCALE = 1 / 8
@@ -138,6 +141,16 @@ def test_a_sequences_bits_depend_on_it_alone(name, causal):
         assert len(grad) > last.stop and (grad[last.stop :] == 0).all()
 
 
+@pytest.mark.parametrize(("head_dim", "causal", "longest"), [(128, True, 1100), (128, False, 4200), (64, True, 1100)])
+def test_a_batch_invariant_selector_keeps_a_sequences_bits_beside_a_longer_one(head_dim, causal, longest):
+    tokens = [x[0] for x in random_inputs(1, 600 + longest, 600 + longest, 1, head_dim, dtype=torch.bfloat16)]
+    both = Packed(AttentionInputs(*tokens), (cumulative([600, longest]),) * 2, (longest, longest))
+    alone = Packed(AttentionInputs(*(x[:600] for x in tokens)), (cumulative([600]),) * 2, (600, 600))
+    packed, own = (backward(x, causal, "auto_invariant") for x in (both, alone))
+    for name, grad, other in zip(("dq", "dk", "dv"), own, packed, strict=True):
+        assert_bitwise_equal(grad, other[:600], name)
+
+
 @MASKS
 def test_a_sequence_alone_is_a_batch_of_one(causal):
     x = pack([(200, 130)], dtype=torch.bfloat16)
@@ -217,6 +230,37 @@ def test_selectors_choose_what_needs_one_cta(name, causal, longest):
     schedule = registry.load(name).select_varlen(shape)
     assert needs_one_cta(schedule) and schedule.can_implement(shape)
     assert schedule.batch_invariant or name == "auto"
+
+
+@pytest.mark.parametrize("window", [None, Window(100, 0)], ids=str)
+@MASKS
+@pytest.mark.parametrize("tile_m", [64, 128])
+def test_a_batch_invariant_selector_chooses_by_mask_and_tile_alone(tile_m, causal, window):
+    causal = causal and window is None
+    shapes = [ProblemShape(1, 4, n, n, tile_m, 128, causal, window) for n in (200, 600, 1100, 5000, 1 << 20)]
+    assert {registry.load("auto_invariant").select_varlen(shape) for shape in shapes} == {ShortestFirst()}
+
+
+def test_rows_for_a_length_are_not_for_batch_invariant_selectors_of_sequences_of_different_lengths():
+    @dataclass(frozen=True)
+    class Selects(SelectingSchedule):
+        name: ClassVar[str] = "selects"
+        version: ClassVar[int] = 1
+        batch_invariant: ClassVar[bool] = False
+        table: ClassVar[tuple[SelectorRow, ...]] = (
+            SelectorRow("full", 8, ShortestFirst()),
+            SelectorRow("full", None, LongestFirst()),
+            SelectorRow("causal", 8, ShortestFirst()),
+        )
+
+    @dataclass(frozen=True)
+    class Invariant(Selects):
+        batch_invariant: ClassVar[bool] = True
+
+    short = ProblemShape(1, 4, 600, 600, 64, 128, False)
+    assert (Selects().select_varlen(short), Invariant().select_varlen(short)) == (ShortestFirst(), LongestFirst())
+    with pytest.raises(ValueError, match="no row of 'selects''s table fits sequences of different lengths"):
+        Invariant().select_varlen(replace(short, causal=True))
 
 
 @pytest.mark.parametrize("name", sorted(validation.TESTED_SCHEDULES))

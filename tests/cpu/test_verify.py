@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from cute_dash import cli, verify, verify_gpu
+from cute_dash.schedule import SelectorRow, needs_one_cta
 from cute_dash.testing import why_no_hopper
 from cute_dash.verify import Configuration, Extents, Outcome, Report, Row, Sample, Selection
+from schedules.auto import Auto
+from schedules.auto_invariant import AutoInvariant
+from schedules.descending import Descending
+from schedules.shortest_first import ShortestFirst
 
 SMALL = Extents(2, 2, 2, 300, 300)
 needs_no_hopper = pytest.mark.skipif(why_no_hopper() is None, reason="there is a Hopper GPU here")
@@ -179,7 +184,7 @@ def test_the_emulator_keeps_its_bits_and_its_control_does_not(window_size):
     mask = "full" if window_size == (-1, -1) else "local"
     ordered = Configuration("baseline", 64, mask, window_size, "bfloat16", SMALL)
     outcomes = verify.verify(ordered.make_problem("cpu"), verify.EMULATOR_CONDITIONS, {})
-    assert outcomes.keys() == verify.EMULATOR_CONDITIONS.keys()
+    assert outcomes.keys() == verify.EMULATOR_CONDITIONS.keys() - {"longest"}
     assert all(outcome.all_equal for outcome in outcomes.values())
     control = Configuration("unordered", 64, mask, (260, 0), "bfloat16", verify.EMULATOR_EXTENTS)
     assert verify.find_any_difference(control.make_problem("cpu"), verify.plain, 100).first.gradient == "dq"
@@ -213,7 +218,11 @@ def test_packed_sequences_keep_their_bits_wherever_they_are():
     problem = VARLEN.make_problem("cpu")
     assert problem.lengths == ((300, 300), (200, 200), (100, 100)) and problem.q.shape == (1, 600, 2, 64)
     outcomes = verify.verify(problem, verify.EMULATOR_CONDITIONS, {})
-    assert {name: outcome.runs for name, outcome in outcomes.items()} == {"interleavings": 8, "batches": 4}
+    assert {name: outcome.runs for name, outcome in outcomes.items()} == {
+        "interleavings": 8,
+        "batches": 4,
+        "longest": 4,
+    }
     assert all(outcome.all_equal for outcome in outcomes.values())
     moved = problem.select([2, 0])
     assert moved.lengths == ((100, 100), (300, 300)) and moved.max_seqlens == problem.max_seqlens
@@ -229,6 +238,45 @@ def test_a_window_keeps_its_kind_for_a_short_sequence_alone():
     assert problem.select([2]).longest == problem.longest and problem.longest.window == (150, 0)
     outcome = verify.verify(problem, {"batches": (verify.other_batches, 5)}, {})["batches"]
     assert outcome.runs == 5 and outcome.all_equal
+
+
+@pytest.mark.parametrize(("head_dim", "mask"), [(128, "causal"), (64, "full")], ids=str)
+def test_a_choice_by_the_longest_sequence_is_found(head_dim, mask, monkeypatch):
+    """The control of the condition: the batch-invariant selector as it was, which the longest sequence's row chose."""
+    configuration = replace(VARLEN, schedule="auto_invariant", head_dim=head_dim, mask=mask)
+    condition = {"longest": (verify.other_longest, 4)}
+    outcome = verify.verify(configuration.make_problem("cpu"), condition, {})["longest"]
+    assert outcome.runs == 4 and outcome.all_equal, outcome.first
+
+    def select_varlen(self, shape):
+        return next(row.schedule for row in self.table if row.fits(shape) and needs_one_cta(row.schedule))
+
+    monkeypatch.setattr(AutoInvariant, "select_varlen", select_varlen)
+    if mask == "full":  # whose table has no such rows for this tile
+        rows = SelectorRow("full", 8, Descending()), SelectorRow("full", None, ShortestFirst())
+        monkeypatch.setattr(AutoInvariant, "table", rows)
+    outcome = verify.verify(configuration.make_problem("cpu"), condition, {})["longest"]
+    assert outcome.equal < outcome.runs and "with much longer ones" in outcome.where
+
+
+def test_the_longest_sequence_goes_beyond_every_row_that_asks_for_a_length():
+    tiles = [row.max_n_blocks or 0 for selector in (Auto(), AutoInvariant()) for row in selector.table]
+    assert verify.LONG > max(tiles) * 128 > VARLEN.extents.seqlen_k
+
+
+@pytest.mark.parametrize("schedule", ["auto", "hybrid"])
+def test_other_longest_ones_are_not_run_where_nobody_promises_them(schedule):
+    for configuration in (replace(VARLEN, schedule=schedule), replace(VARLEN, varlen=False)):
+        assert not list(verify.other_longest(configuration.make_problem("cpu"), 4))
+
+
+def test_another_longest_one_must_not_mean_another_kind_of_mask():
+    """A window of 150 hides nothing from the shorter sequences alone."""
+    problem = replace(VARLEN, mask="local", window_size=(150, 0)).make_problem("cpu")
+    whats = [sample.what for sample in verify.other_longest(problem, 6)]
+    longer = "with much longer ones"
+    expected = ((0, "alone"), (0, longer), (1, "alone"), (1, longer), (2, longer))
+    assert whats == [f"sequence {sequence} {what}" for sequence, what in expected]
 
 
 def test_the_control_differs_with_packed_sequences_too():

@@ -57,7 +57,7 @@ def test_bits_hold_under_every_condition(name, head_dim, mask):
     for condition, (samples_of, num_runs) in verify_gpu.CONDITIONS.items():
         outcome = collect(samples_of(problem, min(num_runs, 12)))
         assert outcome.all_equal, f"{condition}, {outcome.where}: {outcome.first}"
-        assert outcome.runs or not problem.batch_invariant
+        assert outcome.runs or condition == "other longest" or not problem.batch_invariant
         if needs_one_cta:
             share = HELD_SHARE.get(condition, 0)
             assert outcome.in_force >= max(share * outcome.runs, min(outcome.runs, 1)), f"{condition}: {outcome}"
@@ -70,7 +70,8 @@ def test_bits_hold_with_packed_sequences_and_gradients_of_the_lse(head_dim, mask
     problem = configuration.make_problem("cuda")
     for condition, (samples_of, num_runs) in verify_gpu.CONDITIONS.items():
         outcome = collect(samples_of(problem, min(num_runs, 12)))
-        assert outcome.runs and outcome.all_equal, f"{condition}, {outcome.where}: {outcome.first}"
+        assert outcome.runs or (condition == "other longest" and "varlen" not in options), condition
+        assert outcome.all_equal, f"{condition}, {outcome.where}: {outcome.first}"
         assert outcome.in_force >= HELD_SHARE.get(condition, 0) * outcome.runs, f"{condition}: {outcome}"
 
 
@@ -138,6 +139,6 @@ def test_command(capsys):
     for row in report["rows"]:
         outcomes = row["outcomes"]
         assert outcomes["processes"]["runs"] == len(verify_gpu.PROCESSES)
-        assert set(outcomes) >= set(verify_gpu.CONDITIONS) - {"other batches"}
+        assert set(outcomes) >= set(verify_gpu.CONDITIONS) - {"other batches", "other longest"}
         assert all(outcome["equal"] == outcome["runs"] > 0 for outcome in outcomes.values())
     assert all(control["outcome"]["first"] for control in report["controls"])
