@@ -342,9 +342,10 @@ def list_subclasses(cls):
 def test_resolve_selects_a_concrete_schedule():
     assert registry.resolve("auto", CAUSAL).name == "hybrid"
     full = replace(CAUSAL, causal=False)
-    assert registry.resolve("auto", full).name == "longest_first"
-    assert registry.resolve("auto", replace(full, tile_m=128)).name == "shift"
-    assert registry.resolve("auto", replace(full, seqlen_q=16384, seqlen_k=16384)).name == "shortest_first"
+    assert registry.resolve("auto", full).name == "shortest_first"
+    assert registry.resolve("auto", replace(full, tile_m=128)).name == "hybrid"
+    long = replace(full, tile_m=128, seqlen_q=16384, seqlen_k=16384)
+    assert registry.resolve("auto", long).name == "shortest_first"
     assert registry.resolve("auto_invariant", CAUSAL).name == "shortest_first"
 
 
