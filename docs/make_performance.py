@@ -15,6 +15,7 @@ from docs.make_gallery import MEASURED
 DOCUMENT = regions.FOLDER / "performance.md"
 README = regions.FOLDER.parent / "README.md"
 SUSTAINED = MEASURED.with_name("h200_sustained_b48a618.json")
+HEAD_DIMS = MEASURED.with_name("h200_head_dims_733a4d0.json")
 BURST_STYLE, SUSTAINED_STYLE = report.Style(markdown=True), report.Style(markdown=True, regime="sustained")
 
 # document, region -> how its table is printed
@@ -22,6 +23,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCUMENT: {
         "schedules": lambda: report.summary(Results.load(MEASURED), BURST_STYLE),
         "sustained": lambda: report.summary(Results.load(SUSTAINED), SUSTAINED_STYLE),
+        "head_dims": lambda: report.headline(Results.load(HEAD_DIMS), BURST_STYLE),
         "price": lambda: report.price(Results.load(MEASURED), BURST_STYLE),
         "paper": lambda: report.paper(Results.load(MEASURED), BURST_STYLE),
     },
