@@ -10,7 +10,10 @@ Short attention calls are bound by what the host does for each, so that is kept 
 earlier call are not checked again, and `run_op` leaves autograd out where no gradient is asked for.
 """
 
+import itertools
 import math
+import secrets
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -61,13 +64,19 @@ def last_schedule() -> ScheduleRecord | None:
     return _last_record
 
 
-_schedules: dict[str, Schedule] = {}
+_schedules: dict[str, Schedule] = {}  # by handle
+_alike: dict[str, list[tuple[Schedule, str]]] = {}  # objects of one class name and fields, with their handles
+_numbers = itertools.count(1)
+_PROCESS = secrets.token_hex(4)
 
 
 def spec_of(schedule: "str | Schedule") -> str:
     """A string that names `schedule` to the ops of this process: a string as it is, an object by a handle.
 
-    The handle is made of the class and the fields, so it means the same schedule in every process, or is unknown there.
+    The handle means this object or an equal one, whatever else takes the name of its class later; a string means what
+    it names when an op runs. A handle is made of the class and the fields, so it means the same schedule in every
+    process, or is unknown there: of a class that its name does not lead to, or no longer, it has a number and a mark of
+    this process.
     """
     if isinstance(schedule, str):
         return schedule
@@ -84,11 +93,30 @@ def make_handle(schedule: Schedule) -> str:
     if isinstance(schedule, type) or not isinstance(schedule, Schedule):
         raise TypeError(f"{_describe(schedule)}; allowed: a name, 'module:ATTR' or a Schedule")
     cls = type(schedule)
-    handle = f"{cls.__module__}.{cls.__qualname__}@{sorted(vars(schedule).items())}"
-    if _schedules.get(handle) is not schedule:
-        check_value_object(schedule)  # before its hash is asked for
-    _schedules[handle] = schedule  # the newest, where a class was defined anew under the same name, as in a notebook
+    plain = f"{cls.__module__}.{cls.__qualname__}@{sorted(vars(schedule).items())}"
+    alike = _alike.setdefault(plain, [])
+    for known, handle in alike:
+        if known is schedule:
+            return handle
+    check_value_object(schedule)  # before its equality is asked for
+    for known, handle in alike:
+        if type(known) is cls and known == schedule:
+            return handle
+    handle = plain
+    # the class may be a function's own or have been defined anew, as in a notebook, and a field may show itself alike
+    if not _is_found_by_name(cls) or _schedules.setdefault(plain, schedule) is not schedule:
+        handle = f"{plain}#{_PROCESS}.{next(_numbers)}"
+        _schedules[handle] = schedule
+    alike.append((schedule, handle))
     return handle
+
+
+def _is_found_by_name(cls: type) -> bool:
+    """Whether the module and the qualified name of a class lead to it, as they do in another process."""
+    found: object = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is cls
 
 
 def _describe(schedule: object) -> str:

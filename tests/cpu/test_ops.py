@@ -4,8 +4,10 @@ import contextlib
 import itertools
 import json
 import math
+import sys
 import threading
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -490,6 +492,62 @@ def test_equal_objects_share_a_handle_and_unequal_ones_do_not():
     assert ops.spec_of(one) == ops.spec_of(replace(one))
     assert ops.spec_of(one) != ops.spec_of(other)
     assert ops.spec_of("baseline") == "baseline"
+
+
+def make_local_schedule():
+    """Of a class of its own, which has the name of every other that this makes."""
+
+    @dataclass(frozen=True)
+    class Local(LongestFirst):
+        name: ClassVar[str] = "local"
+
+    return Local()
+
+
+def test_a_pending_backward_runs_the_schedule_of_its_forward():
+    """Not one of another class of the same name that came in between."""
+    first, second = make_local_schedule(), make_local_schedule()
+    x = inputs(8, 8)
+    q, k, v = leaves(x)
+    outs = [cute_dash.flash_attn_func(q, k, v, schedule=schedule) for schedule in (first, second)]
+    for schedule, out in zip((first, second), outs, strict=True):
+        out.backward(x.dout)
+        assert type(interface.last_schedule().schedule) is type(schedule)
+    assert ops.spec_of(first) == ops.spec_of(replace(first)) != ops.spec_of(second)
+
+
+@dataclass(frozen=True)
+class LookAlike(LongestFirst):
+    name: ClassVar[str] = "look_alike"
+    inner: object = None
+
+
+def test_fields_that_only_look_equal_make_another_handle():
+    first, second = LookAlike(inner=make_local_schedule()), LookAlike(inner=make_local_schedule())
+    assert repr(first) == repr(second)
+    assert ops.spec_of(first) != ops.spec_of(second)
+
+
+@dataclass(frozen=True)
+class Redefined(LongestFirst):
+    name: ClassVar[str] = "redefined"
+
+
+def test_a_class_that_is_defined_anew_leaves_the_handles_of_the_old_one(monkeypatch):
+    """As in a cell of a notebook that is run again."""
+    plain = f"{__name__}.Redefined@[('heads_per_group', 0)]"
+    old = Redefined()
+    assert ops.spec_of(old) == plain
+    anew = dataclass(frozen=True)(type("Redefined", (LongestFirst,), {"__module__": __name__, "name": "redefined"}))
+    monkeypatch.setattr(sys.modules[__name__], "Redefined", anew)
+    handle = ops.spec_of(anew())
+    assert handle.startswith(f"{plain}#")
+    assert [schedule_that_ran(spec).schedule for spec in (plain, handle)] == [old, anew()]
+    assert [ops.spec_of(schedule) for schedule in (old, replace(old), anew())] == [plain, plain, handle]
+
+
+def test_handles_of_classes_found_by_name_are_the_same_in_every_process():
+    assert ops.spec_of(LongestFirst(5)) == "schedules.longest_first.LongestFirst@[('heads_per_group', 5)]"
 
 
 def test_a_schedule_object_without_a_hash_is_named():
