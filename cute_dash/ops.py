@@ -13,7 +13,6 @@ earlier call are not checked again, and `run_op` leaves autograd out where no gr
 import itertools
 import math
 import secrets
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -26,6 +25,7 @@ from torch.autograd import forward_ad
 from cute_dash import emulator, forward, launch, validation
 from cute_dash.check import check_value_object
 from cute_dash.device import on_device
+from cute_dash.naming import is_found_by_name
 from cute_dash.problem import ProblemShape
 from cute_dash.registry import missing_members
 from cute_dash.schedule import CompileTimeHandle, Schedule
@@ -104,19 +104,11 @@ def make_handle(schedule: Schedule) -> str:
             return handle
     handle = plain
     # the class may be a function's own or have been defined anew, as in a notebook, and a field may show itself alike
-    if not _is_found_by_name(cls) or _schedules.setdefault(plain, schedule) is not schedule:
+    if not is_found_by_name(cls) or _schedules.setdefault(plain, schedule) is not schedule:
         handle = f"{plain}#{_PROCESS}.{next(_numbers)}"
         _schedules[handle] = schedule
     alike.append((schedule, handle))
     return handle
-
-
-def _is_found_by_name(cls: type) -> bool:
-    """Whether the module and the qualified name of a class lead to it, as they do in another process."""
-    found: object = sys.modules.get(cls.__module__)
-    for name in cls.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is cls
 
 
 def _describe(schedule: object) -> str:
