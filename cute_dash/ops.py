@@ -127,6 +127,7 @@ class _Checked:
     Attributes:
         strides_fit: the strides of all tensors but the LSE and its gradient are such as TMA can read.
         has_pairs: there is a query and a key.
+        loaded: `validation.find_loaded` of the schedule's string at that time.
         plan: of the backward kernel, from the first launch on.
     """
 
@@ -134,6 +135,7 @@ class _Checked:
     record: ScheduleRecord
     strides_fit: bool
     has_pairs: bool
+    loaded: object
     plan: launch.Plan | None = None
 
 
@@ -157,18 +159,18 @@ def _check(
         check_tensors: takes `tensors`.
         tensors: all of the op, a LSE and its gradient or a sink last.
     """
-    spec = _schedules.get(schedule, schedule)
-    key = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), softmax_scale, causal, window_size, spec)
+    loaded = validation.find_loaded(schedule)
+    key = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), softmax_scale, causal, window_size, schedule)
     known = _checked.get(key)
-    if known is not None:
+    if known is not None and known.loaded is loaded:
         return known
     check_tensors(*tensors)
     validation.check_device(q.device)
     validation.check_scale(softmax_scale)
     window_size = validation.check_window_size(window_size)
-    concrete = validation.resolve_schedule(spec, q, k, causal, window_size)
+    concrete = validation.resolve_schedule(_schedules.get(schedule, schedule), q, k, causal, window_size)
     has_pairs = 0 not in (q.shape[0], q.shape[1], k.shape[1])
-    checked = _Checked(*_conclude(tensors, q, softmax_scale, schedule, concrete), has_pairs)
+    checked = _Checked(*_conclude(tensors, q, softmax_scale, schedule, concrete), has_pairs, loaded)
     _remember(_checked, key, checked)
     return checked
 
@@ -196,12 +198,14 @@ class _CheckedVarlen(NamedTuple):
 
     Attributes:
         longest: a sequence of the greatest lengths, with the mask that is compiled in for all.
+        loaded: as in `_Checked`.
     """
 
     softmax_scale: float
     record: ScheduleRecord
     strides_fit: bool
     longest: ProblemShape
+    loaded: object
 
 
 _checked_varlen: dict[tuple[Any, ...], _CheckedVarlen] = {}
@@ -224,19 +228,20 @@ def _check_varlen(
     shipped.
     """
     cu_seqlens, max_seqlens = lengths
-    spec = _schedules.get(schedule, schedule)
+    loaded = validation.find_loaded(schedule)
     metadata = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), *map(_get_metadata, cu_seqlens))
-    key = (*metadata, max_seqlens, softmax_scale, causal, window_size, spec)
+    key = (*metadata, max_seqlens, softmax_scale, causal, window_size, schedule)
     checked = _checked_varlen.get(key)
-    if checked is None:
+    if checked is None or checked.loaded is not loaded:
         check_tensors(*tensors)
         validation.check_device(q.device)
         validation.check_scale(softmax_scale)
         validation.check_cu_seqlens(cu_seqlens, max_seqlens, q)
         window_size = validation.check_window_size(window_size)
         longest = validation.get_longest_shape(q, k, max_seqlens, causal, window_size)
+        spec = _schedules.get(schedule, schedule)
         concrete = validation.resolve_varlen_schedule(spec, longest, (len(q), len(k)), len(cu_seqlens[0]) - 1)
-        checked = _CheckedVarlen(*_conclude(tensors, q, softmax_scale, schedule, concrete), longest)
+        checked = _CheckedVarlen(*_conclude(tensors, q, softmax_scale, schedule, concrete), longest, loaded)
         _remember(_checked_varlen, key, checked)
     if q.device.type == "cpu":
         validation.check_lengths(cu_seqlens, max_seqlens, (len(q), len(k)))
@@ -586,7 +591,7 @@ def attention_varlen_backward(
     options = softmax_scale, causal, (window_left, window_right), schedule
     tensors = _given(dout, q, k, v, out, lse, dlse)
     checked = _check_varlen(validation.check_varlen_backward_tensors, tensors, q, k, lengths, *options)
-    scale, record, _, longest = checked
+    scale, record, _, longest, _ = checked
     arguments = *lengths.cu_seqlens, scale, longest.causal, record.schedule
     grads = emulator.backward_varlen(dout, q, k, v, out, lse, *arguments, window=longest.window, dlse=dlse)
     _record(record)
@@ -616,7 +621,7 @@ def _varlen_backward_cuda(
     options = softmax_scale, causal, (window_left, window_right), schedule
     tensors = _given(dout, q, k, v, out, lse, dlse)
     checked = _check_varlen(validation.check_varlen_backward_tensors, tensors, q, k, lengths, *options)
-    scale, record, _, longest = checked
+    scale, record, _, longest, _ = checked
     grads: Any
     if 0 in (len(q), len(k)):  # nothing to launch a kernel for
         grads = _zeros(q, k, v)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_dash import registry
 from cute_dash.check import check, check_sample
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
@@ -29,6 +30,7 @@ _PART_STEPS = 35_000  # of what is proved of a larger problem, which leaves time
 TESTED_SCHEDULES = frozenset(
     ("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid", "unordered")
 )
+_SHIPPED = TESTED_SCHEDULES | {"auto", "auto_invariant"}
 _TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES)
 MAX_TILES = 2**30  # the kernel numbers tiles in 32 bits, and the sum of two numbers has to fit
 MAX_VARLEN_TILES = 2**23  # of a head: the kernel finds a sequence's statistics, 2**8 elements a tile, in 32 bits
@@ -265,6 +267,11 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"q is on {device}, of compute capability {capability}; allowed: {_HOPPER} (Hopper)")
 
 
+def find_loaded(spec: str) -> object:
+    """`registry.find_loaded`; None for what is shipped, which is looked at once in a process."""
+    return None if spec in _SHIPPED else registry.find_loaded(spec)
+
+
 def resolve_schedule(
     spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool, window_size: tuple[int, int] = (-1, -1)
 ) -> Schedule:
@@ -275,6 +282,8 @@ def resolve_schedule(
             the device has SMs (one CTA of the backward kernel fills an SM).
     """
     device_sms = num_sms(q.device.index) if q.device.type == "cuda" else None
+    if isinstance(spec, str) and spec not in _SHIPPED:
+        spec = registry.load(spec)  # anew: a string may name another schedule by now
     return _resolve_for(spec, q.shape, k.shape, causal, window_size, device_sms)  # type: ignore[arg-type]  # a protocol cannot promise a hash
 
 

@@ -1,6 +1,7 @@
 """The torch side on CPU tensors: gradients through autograd, opcheck, fake tensors, schedules as strings, layouts."""
 
 import contextlib
+import importlib
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_dash
+import schedules
 from cute_dash import emulator, forward, interface, ops
 from cute_dash.problem import normalize_mask
 from cute_dash.testing import (
@@ -485,6 +487,49 @@ def test_schedules_are_taken_as_module_and_attribute_or_as_objects():
     assert schedule_that_ran("schedules.shortest_first:SCHEDULE").schedule is SHORTEST_FIRST
     tuned = LongestFirst(heads_per_group=3)
     assert schedule_that_ran(tuned).schedule == tuned != schedule_that_ran("longest_first").schedule
+
+
+RELOADED = """
+from dataclasses import dataclass
+from typing import ClassVar
+from cute_dash.schedule import DenseSchedule
+
+@dataclass(frozen=True)
+class Reloaded(DenseSchedule):
+    name: ClassVar[str] = "reloaded"
+    version: ClassVar[int] = {}
+
+SCHEDULE = Reloaded()
+"""
+
+
+def varlen_schedule_that_ran(schedule):
+    x, cu_seqlens = inputs(8, 8), torch.tensor([0, 8], dtype=torch.int32)
+    dout, q, k, v = x.dout[0], x.q[0], x.k[0], x.v[0]
+    lengths = cu_seqlens, cu_seqlens, 8, 8
+    cute_dash.attention_varlen_backward(dout, q, k, v, q, torch.zeros(2, 8), *lengths, schedule=schedule)
+    return interface.last_schedule()
+
+
+@pytest.mark.parametrize("get_record", [schedule_that_ran, varlen_schedule_that_ran])
+@pytest.mark.parametrize("spec", ["reloaded:SCHEDULE", "reloaded"])
+def test_a_string_names_what_its_module_has_now(spec, get_record, tmp_path, monkeypatch):
+    """Where the file was edited and its module loaded again, in a notebook say."""
+    path = tmp_path / "reloaded.py"
+    if spec == "reloaded":
+        monkeypatch.setattr(schedules, "__path__", [*schedules.__path__, str(tmp_path)])
+    else:
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # both versions are of the same second and size
+    path.write_text(RELOADED.format(1))
+    name = "schedules.reloaded" if spec == "reloaded" else "reloaded"
+    assert get_record(spec).version == 1
+    first = get_record(spec).schedule
+    assert get_record(spec).schedule is first
+    path.write_text(RELOADED.format(2))
+    importlib.reload(sys.modules[name])
+    assert get_record(spec).version == 2
+    del sys.modules[name]
 
 
 def test_equal_objects_share_a_handle_and_unequal_ones_do_not():
