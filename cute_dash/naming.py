@@ -4,9 +4,12 @@ import sys
 
 
 def name_type(value: object) -> str:
-    """The name of a value's type; numpy's, some of which are called like Python's own, with the package."""
+    """The name of a value's type; numpy's, some of which are called like Python's own, with the package.
+
+    By a comparison, which torch.compile can trace on the way to an error's message.
+    """
     kind = type(value)
-    return f"numpy.{kind.__name__}" if kind.__module__.partition(".")[0] == "numpy" else kind.__name__
+    return f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
 
 
 def is_found_by_name(cls: type) -> bool:

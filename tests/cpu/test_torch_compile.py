@@ -83,6 +83,29 @@ def test_a_scale_that_changes_is_traced():
         assert_same_bits(run(partial(compiled, **options), *x), run(partial(block, **options), *x))
 
 
+CU_SEQLENS = torch.tensor([0, 40], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (partial(block, causal=1), "causal=1 is a int; allowed: True or False"),
+        (partial(block, softmax_scale="x"), "softmax_scale='x' is a str; allowed: a finite number above 0, or None"),
+        (partial(block, window_size=(1.5, 0)), r"window_size=\(1.5, 0\) holds a float; allowed: ints, or None"),
+        (partial(block, softcap="x"), "softcap='x' is a str; allowed: the number 0"),
+        (
+            lambda q, k, v: cute_dash.flash_attn_varlen_func(q[0], k[0], v[0], CU_SEQLENS, CU_SEQLENS, 40.5, 40),
+            "max_seqlen_q=40.5 is a float; allowed: an int, or a 0-d tensor of an integer dtype",
+        ),
+    ],
+    ids=["causal", "softmax_scale", "window_size", "softcap", "max_seqlen_q"],
+)
+def test_the_message_of_a_wrong_type_comes_through(attention, message):
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=message):  # torch's own, which quotes it
+        compiled(*inputs(40)[0])
+
+
 def test_a_step_with_graph_breaks_around_the_op_keeps_the_bits():
     """The op and its backward then run outside of graphs, while the compiler watches the frames that Python enters."""
 
