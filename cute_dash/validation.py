@@ -45,8 +45,8 @@ _HOPPER = (9, 0)
 def check_scale(softmax_scale: float | None) -> None:
     """None for the default, or a number above 0, finite in fp32: forward kernels take the row maximum, then scale.
 
-    A GPU may take subnormal numbers for 0, so they are refused, too. Comparisons alone, so that torch.compile traces a
-    scale that changes.
+    A GPU may take subnormal numbers for 0, so they are refused, too. Comparisons alone, which torch.compile traces; an
+    op's float argument is a constant of the graph all the same, so that a scale that changes compiles anew.
     """
     if softmax_scale is None:
         return

@@ -75,12 +75,19 @@ def test_lengths_that_change_on_every_call_compile_twice():
     assert counter.frame_count == 2
 
 
-def test_a_scale_that_changes_is_traced():
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+def test_each_scale_compiles_anew():
+    """As with torch's own attention: to both, a float is a constant of the graph."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
     x = inputs(40)
-    for softmax_scale in (0.1, 0.2, 0.3):
+    scales = 0.1, 0.2, 0.3, 0.4
+    for softmax_scale in (*scales, *scales):
         options = dict(softmax_scale=softmax_scale)
         assert_same_bits(run(partial(compiled, **options), *x), run(partial(block, **options), *x))
+    assert len(scales) <= counter.frame_count <= 2 * len(scales)  # torch looks at some twice
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for i in range(10):
+            compiled(*x[0], softmax_scale=0.5 + i)
 
 
 CU_SEQLENS = torch.tensor([0, 40], dtype=torch.int32)
