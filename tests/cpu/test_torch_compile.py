@@ -16,6 +16,7 @@ from tests.compiled import assert_same_bits, fresh_compiler, run
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 FORWARD = torch.ops.cute_dash.attention_forward.default
 BACKWARD = torch.ops.cute_dash.attention_backward.default
+CU_SEQLENS = torch.tensor([0, 40], dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,31 @@ def test_lengths_that_change_on_every_call_compile_twice():
     assert counter.frame_count == 2
 
 
+class Causal(torch.nn.Module):
+    def forward(self, q, k, v):
+        return cute_dash.flash_attn_func(q, k, v, causal=True)
+
+
+class CausalVarlen(torch.nn.Module):
+    def forward(self, q, k, v, cu_seqlens):
+        return cute_dash.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 40, 40, causal=True)
+
+
+@pytest.mark.parametrize("is_varlen", [False, True], ids=["dense", "varlen"])
+def test_export_takes_a_length_without_a_maximum(is_varlen):
+    module, cu_seqlens = (CausalVarlen(), (CU_SEQLENS,)) if is_varlen else (Causal(), ())
+    seqlen_dim, seqlen = 0 if is_varlen else 1, torch.export.Dim("seqlen")
+
+    def arguments(seqlen):
+        tensors = [x.detach() for x in inputs(seqlen)[0]]
+        return *(x[0] if is_varlen else x for x in tensors), *cu_seqlens
+
+    dynamic_shapes = *({seqlen_dim: seqlen} for _ in "qkv"), *(None for _ in cu_seqlens)
+    exported = torch.export.export(module, arguments(48), dynamic_shapes=dynamic_shapes).module()
+    for length in (48, 150):
+        assert_bitwise_equal(exported(*arguments(length)), module(*arguments(length)), "out")
+
+
 def test_each_scale_compiles_anew():
     """As with torch's own attention: to both, a float is a constant of the graph."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -88,9 +114,6 @@ def test_each_scale_compiles_anew():
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         for i in range(10):
             compiled(*x[0], softmax_scale=0.5 + i)
-
-
-CU_SEQLENS = torch.tensor([0, 40], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
