@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from cute_dash import attention_backward, flash_attn_func
 from cute_dash.distributed import context_parallel_attention, sequence_positions, shard_sequence, unshard_sequence
 from cute_dash.distributed.all_to_all import check_heads
-from cute_dash.distributed.ring import get_block
-from cute_dash.distributed.sequence import get_chunks
+from cute_dash.distributed.ring import RingOptions, get_block, ring_attention
+from cute_dash.distributed.sequence import get_chunks, get_place
 from cute_dash.testing import (
     assert_accurate,
     assert_bitwise_equal,
@@ -95,6 +95,14 @@ def run_sharding_gradient(world_size):
     assert torch.equal(whole.grad, expected.expand(2, 16))
 
 
+def run_without_keys(causal):
+    """LSE of a ring, and out and gradients, of queries that no rank has a key for; causal: of no queries either."""
+    q, k = torch.randn(1, 0 if causal else 4, HEADS, HEAD_DIM), torch.randn(1, 0, HEADS, HEAD_DIM)
+    options = RingOptions(get_place(get_mesh(2)), "zigzag", None, causal, 0.0, "auto")
+    results = train(q, k, k, torch.randn_like(q), lambda *qkv: ring_attention(*qkv, options)[0])
+    return ring_attention(q, k, k, options)[1], *results
+
+
 def run_bad_call(call):
     """What `call` of this module, given a mesh of two ranks and all their tensors, raises."""
     try:
@@ -154,6 +162,15 @@ def test_keys_of_another_length(gloo, method, causal):
     assert relative_error(out, attention_forward_ref(x.q, x.k, x.v, SCALE, causal)[0]) < 2e-6
     for actual, ref in zip(grads, attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, causal), strict=True):
         assert relative_error(actual, ref) < 2e-6
+
+
+@MASKS
+def test_a_ring_without_keys_gives_zeros(gloo, causal):
+    """As one device does."""
+    for lse, *results in gloo.run(run_without_keys, causal):
+        assert (lse == -math.inf).all()
+        for result in results:
+            assert torch.equal(result, torch.zeros_like(result))
 
 
 @pytest.mark.usefixtures("grouped_queries")
