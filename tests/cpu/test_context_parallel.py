@@ -416,6 +416,32 @@ BAD_CALLS = {
         "schedule='symmetric_shift' cannot implement",
     ),
     "sharding": (lambda mesh, x: shard_sequence(x.q[:, :6], mesh), ValueError, "x has 6 tokens in dimension 1"),
+    "sharding no tensor": (lambda mesh, x: shard_sequence([1], mesh), TypeError, "x is a list; allowed: a torch.Ten"),
+    "sharding dim": (
+        lambda mesh, x: shard_sequence(torch.zeros(8), mesh),
+        ValueError,
+        r"dim=1; allowed: a dimension of x, which has shape \(8,\)",
+    ),
+    "sharding dim's type": (lambda mesh, x: shard_sequence(x.q, mesh, 1.0), TypeError, "dim=1.0 is a float; allowed"),
+    "unsharding no tensor": (lambda mesh, x: unshard_sequence([1], mesh), TypeError, "x is a list; allowed"),
+    "unsharding dim": (lambda mesh, x: unshard_sequence(torch.zeros(8), mesh), ValueError, "dim=1; allowed"),
+    "positions": (
+        lambda mesh, x: sequence_positions(-4, mesh),
+        ValueError,
+        "seqlen=-4; allowed: a multiple above 0",
+    ),
+    "no positions": (
+        lambda mesh, x: sequence_positions(0, mesh),
+        ValueError,
+        "seqlen=0; allowed: a multiple above 0",
+    ),
+    "odd positions": (
+        lambda mesh, x: sequence_positions(6, mesh),
+        ValueError,
+        "seqlen=6; allowed: a multiple above 0",
+    ),
+    "positions' type": (lambda mesh, x: sequence_positions(8.0, mesh), TypeError, "seqlen=8.0 is a float; allowed"),
+    "positions' mesh": (lambda mesh, x: sequence_positions(8, "cp"), TypeError, "mesh is a str"),
     "unsharding": (
         lambda mesh, x: unshard_sequence(x.q.clone().requires_grad_(), mesh),
         ValueError,
