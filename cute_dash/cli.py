@@ -677,7 +677,10 @@ def _compile_one(key: "CompileKey", folder: Path) -> str:
     except METHOD_ERRORS as error:
         raise ScheduleError(describe_failure(error, key.schedule)) from error
     if not key.is_cacheable():
-        return "; not stored: only schedules of the package `schedules`, unchanged since the command began, are"
+        return (
+            "; not stored: only schedules of the package `schedules` that import nothing from elsewhere, unchanged "
+            "since the command began, are"
+        )
     return "" if (folder / f"{key.digest()}.o").exists() else f"; NOT stored in {folder}"
 
 

@@ -4,9 +4,9 @@ Host only. A key is everything that shapes the machine code: configuration, dtyp
 mode, debug, the sources of this package and of `schedules`, the versions of what compiles them, and the architecture.
 The choice of shapes is not in it: kernels take any batch, heads, lengths and, if they are local, any window.
 
-Only schedules whose classes come from these two packages are cached on disk: of others nothing tells which sources they
-depend on, and a stale kernel would run another order than the one asked for. Likewise nothing is cached on disk once a
-source file has changed since this process began, because what was imported may be older.
+Only schedules whose classes come from these two packages, by imports too, are cached on disk: of others nothing tells
+which sources they depend on, and a stale kernel would run another order than the one asked for. Likewise nothing is
+cached on disk once a source file has changed since this process began, because what was imported may be older.
 
 On disk an entry is `<key>.o` with its SHA-256 in `<key>.sha256`. Both are written to temporary names and renamed, the
 digest last, so that readers and other writers see whole entries or none; an entry that does not match its digest or
@@ -30,10 +30,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import distributions
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from cute_dash.check import METHOD_ERRORS, ScheduleError, describe_failure, find_method, find_violation
 from cute_dash.config import BwdConfig
+from cute_dash.imports import depends_on_covered_sources
+from cute_dash.naming import is_found_by_name
 from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import Schedule
 
@@ -88,8 +91,24 @@ class CompileKey:
 
     def is_cacheable(self) -> bool:
         """Whether the digest covers all that the machine code depends on."""
-        modules = {cls.__module__.partition(".")[0] for cls in type(self.schedule).__mro__}
-        return modules <= {"cute_dash", "schedules", "builtins", "typing"} and not _sources_changed()
+        return (
+            all(_is_covered(cls) for cls in type(self.schedule).__mro__)
+            and all(_is_plain(value) for value in vars(self.schedule).values())
+            and not _sources_changed()
+        )
+
+
+def _is_covered(cls: type) -> bool:
+    """Whether the digest tells a class and all that its source depends on."""
+    if not is_found_by_name(cls):  # others may have its name: it is made in a function, say
+        return False
+    module = cls.__module__
+    return module in ("builtins", "typing") or depends_on_covered_sources(module, _schedule_folders())
+
+
+def _is_plain(value: object) -> bool:
+    """Whether the digest tells the value of a field: its repr is all of it."""
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in (int, bool, float, str, NoneType)
 
 
 _compiled: dict[CompileKey, CompiledBackward] = {}
@@ -322,10 +341,14 @@ def _sources_changed() -> bool:
 
 
 def _packages() -> list[Path]:
-    """Folders of this package and of `schedules`, which users may have extended by folders of their own."""
+    return [Path(__file__).parent, *_schedule_folders()]
+
+
+def _schedule_folders() -> list[Path]:
+    """Folders of `schedules`, which users may have extended by folders of their own."""
     import schedules  # only to find its files; by name, as any user of the registry would
 
-    return [Path(__file__).parent, *map(Path, schedules.__path__)]
+    return list(map(Path, schedules.__path__))
 
 
 def _progress(message: str) -> None:

@@ -166,6 +166,7 @@ def flash_attn_varlen_func(
     """
     tensors = {"q": q, "k": k, "v": v, "learnable_sink": learnable_sink}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_are_local(tensors)
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
     validation.check_flag("return_lse", return_lse)
     lengths = (_to_int("max_seqlen_q", max_seqlen_q), _to_int("max_seqlen_k", max_seqlen_k))
@@ -210,12 +211,23 @@ def attention_varlen_backward(
     """
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_are_local(tensors)
     window, spec = _check_options(tensors, softmax_scale, causal, window_size, softcap, schedule)
     lengths = (_to_int("max_seqlen_q", max_seqlen_q), _to_int("max_seqlen_k", max_seqlen_k))
     dout, row_gradient = _get_output_gradients(dout, dlse, out)
     arguments = cu_seqlens_q, cu_seqlens_k, *lengths, softmax_scale, causal, *window, spec, *row_gradient
     dq, dk, dv = ops.run_op(ops.attention_varlen_backward, dout, q, k, v, out, lse, *arguments)
     return dq, dk, dv
+
+
+def _check_are_local(tensors: dict[str, Tensor | None]) -> None:
+    """Refuses DTensors, for which the ops with cu_seqlens have no sharding rules."""
+    for name, x in tensors.items():
+        if type(x) is not Tensor and hasattr(x, "device_mesh"):
+            raise TypeError(
+                f"{name} is a DTensor; allowed with cu_seqlens: this rank's part, {name}.to_local(); flash_attn_func "
+                "and attention_backward take DTensors"
+            )
 
 
 def _to_int(name: str, value: int | Tensor) -> int:

@@ -10,7 +10,9 @@ Short attention calls are bound by what the host does for each, so that is kept 
 earlier call are not checked again, and `run_op` leaves autograd out where no gradient is asked for.
 """
 
+import itertools
 import math
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -23,6 +25,7 @@ from torch.autograd import forward_ad
 from cute_dash import emulator, forward, launch, validation
 from cute_dash.check import check_value_object
 from cute_dash.device import on_device
+from cute_dash.naming import is_found_by_name
 from cute_dash.problem import ProblemShape
 from cute_dash.registry import missing_members
 from cute_dash.schedule import CompileTimeHandle, Schedule
@@ -61,13 +64,19 @@ def last_schedule() -> ScheduleRecord | None:
     return _last_record
 
 
-_schedules: dict[str, Schedule] = {}
+_schedules: dict[str, Schedule] = {}  # by handle
+_alike: dict[str, list[tuple[Schedule, str]]] = {}  # objects of one class name and fields, with their handles
+_numbers = itertools.count(1)
+_PROCESS = secrets.token_hex(4)
 
 
 def spec_of(schedule: "str | Schedule") -> str:
     """A string that names `schedule` to the ops of this process: a string as it is, an object by a handle.
 
-    The handle is made of the class and the fields, so it means the same schedule in every process, or is unknown there.
+    The handle means this object or an equal one, whatever else takes the name of its class later; a string means what
+    it names when an op runs. A handle is made of the class and the fields, so it means the same schedule in every
+    process, or is unknown there: of a class that its name does not lead to, or no longer, it has a number and a mark of
+    this process.
     """
     if isinstance(schedule, str):
         return schedule
@@ -84,10 +93,21 @@ def make_handle(schedule: Schedule) -> str:
     if isinstance(schedule, type) or not isinstance(schedule, Schedule):
         raise TypeError(f"{_describe(schedule)}; allowed: a name, 'module:ATTR' or a Schedule")
     cls = type(schedule)
-    handle = f"{cls.__module__}.{cls.__qualname__}@{sorted(vars(schedule).items())}"
-    if _schedules.get(handle) is not schedule:
-        check_value_object(schedule)  # before its hash is asked for
-    _schedules[handle] = schedule  # the newest, where a class was defined anew under the same name, as in a notebook
+    plain = f"{cls.__module__}.{cls.__qualname__}@{sorted(vars(schedule).items())}"
+    alike = _alike.setdefault(plain, [])
+    for known, handle in alike:
+        if known is schedule:
+            return handle
+    check_value_object(schedule)  # before its equality is asked for
+    for known, handle in alike:
+        if type(known) is cls and known == schedule:
+            return handle
+    handle = plain
+    # the class may be a function's own or have been defined anew, as in a notebook, and a field may show itself alike
+    if not is_found_by_name(cls) or _schedules.setdefault(plain, schedule) is not schedule:
+        handle = f"{plain}#{_PROCESS}.{next(_numbers)}"
+        _schedules[handle] = schedule
+    alike.append((schedule, handle))
     return handle
 
 
@@ -107,6 +127,7 @@ class _Checked:
     Attributes:
         strides_fit: the strides of all tensors but the LSE and its gradient are such as TMA can read.
         has_pairs: there is a query and a key.
+        loaded: `validation.find_loaded` of the schedule's string at that time.
         plan: of the backward kernel, from the first launch on.
     """
 
@@ -114,6 +135,7 @@ class _Checked:
     record: ScheduleRecord
     strides_fit: bool
     has_pairs: bool
+    loaded: object
     plan: launch.Plan | None = None
 
 
@@ -137,18 +159,18 @@ def _check(
         check_tensors: takes `tensors`.
         tensors: all of the op, a LSE and its gradient or a sink last.
     """
-    spec = _schedules.get(schedule, schedule)
-    key = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), softmax_scale, causal, window_size, spec)
+    loaded = validation.find_loaded(schedule)
+    key = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), softmax_scale, causal, window_size, schedule)
     known = _checked.get(key)
-    if known is not None:
+    if known is not None and known.loaded is loaded:
         return known
     check_tensors(*tensors)
     validation.check_device(q.device)
     validation.check_scale(softmax_scale)
     window_size = validation.check_window_size(window_size)
-    concrete = validation.resolve_schedule(spec, q, k, causal, window_size)
+    concrete = validation.resolve_schedule(_schedules.get(schedule, schedule), q, k, causal, window_size)
     has_pairs = 0 not in (q.shape[0], q.shape[1], k.shape[1])
-    checked = _Checked(*_conclude(tensors, q, softmax_scale, schedule, concrete), has_pairs)
+    checked = _Checked(*_conclude(tensors, q, softmax_scale, schedule, concrete), has_pairs, loaded)
     _remember(_checked, key, checked)
     return checked
 
@@ -176,12 +198,14 @@ class _CheckedVarlen(NamedTuple):
 
     Attributes:
         longest: a sequence of the greatest lengths, with the mask that is compiled in for all.
+        loaded: as in `_Checked`.
     """
 
     softmax_scale: float
     record: ScheduleRecord
     strides_fit: bool
     longest: ProblemShape
+    loaded: object
 
 
 _checked_varlen: dict[tuple[Any, ...], _CheckedVarlen] = {}
@@ -204,19 +228,20 @@ def _check_varlen(
     shipped.
     """
     cu_seqlens, max_seqlens = lengths
-    spec = _schedules.get(schedule, schedule)
+    loaded = validation.find_loaded(schedule)
     metadata = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), *map(_get_metadata, cu_seqlens))
-    key = (*metadata, max_seqlens, softmax_scale, causal, window_size, spec)
+    key = (*metadata, max_seqlens, softmax_scale, causal, window_size, schedule)
     checked = _checked_varlen.get(key)
-    if checked is None:
+    if checked is None or checked.loaded is not loaded:
         check_tensors(*tensors)
         validation.check_device(q.device)
         validation.check_scale(softmax_scale)
         validation.check_cu_seqlens(cu_seqlens, max_seqlens, q)
         window_size = validation.check_window_size(window_size)
         longest = validation.get_longest_shape(q, k, max_seqlens, causal, window_size)
+        spec = _schedules.get(schedule, schedule)
         concrete = validation.resolve_varlen_schedule(spec, longest, (len(q), len(k)), len(cu_seqlens[0]) - 1)
-        checked = _CheckedVarlen(*_conclude(tensors, q, softmax_scale, schedule, concrete), longest)
+        checked = _CheckedVarlen(*_conclude(tensors, q, softmax_scale, schedule, concrete), longest, loaded)
         _remember(_checked_varlen, key, checked)
     if q.device.type == "cpu":
         validation.check_lengths(cu_seqlens, max_seqlens, (len(q), len(k)))
@@ -566,7 +591,7 @@ def attention_varlen_backward(
     options = softmax_scale, causal, (window_left, window_right), schedule
     tensors = _given(dout, q, k, v, out, lse, dlse)
     checked = _check_varlen(validation.check_varlen_backward_tensors, tensors, q, k, lengths, *options)
-    scale, record, _, longest = checked
+    scale, record, _, longest, _ = checked
     arguments = *lengths.cu_seqlens, scale, longest.causal, record.schedule
     grads = emulator.backward_varlen(dout, q, k, v, out, lse, *arguments, window=longest.window, dlse=dlse)
     _record(record)
@@ -596,7 +621,7 @@ def _varlen_backward_cuda(
     options = softmax_scale, causal, (window_left, window_right), schedule
     tensors = _given(dout, q, k, v, out, lse, dlse)
     checked = _check_varlen(validation.check_varlen_backward_tensors, tensors, q, k, lengths, *options)
-    scale, record, _, longest = checked
+    scale, record, _, longest, _ = checked
     grads: Any
     if 0 in (len(q), len(k)):  # nothing to launch a kernel for
         grads = _zeros(q, k, v)

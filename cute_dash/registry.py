@@ -7,6 +7,7 @@ installation. Other distributions register a Schedule object under the entry-poi
 import difflib
 import os
 import pkgutil
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module, invalidate_caches
@@ -98,6 +99,17 @@ def load(spec: str | Schedule) -> Schedule:
     if registered:
         return _load_registered(registered)
     raise ValueError(_describe_unknown(spec))
+
+
+def find_loaded(spec: str) -> object:
+    """What a string that `load` takes names now, not validated; None if a loaded module has no such object.
+
+    So it is of an entry point. Another object than before tells that a module was loaded again, or assigned to.
+    """
+    module, separator, attribute = spec.partition(":")
+    if not separator:
+        module, attribute = f"{PACKAGE}.{spec}", "SCHEDULE"
+    return getattr(sys.modules.get(module), attribute, None)
 
 
 def resolve(spec: str | Schedule, shape: ProblemShape) -> Schedule:

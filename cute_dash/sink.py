@@ -51,4 +51,4 @@ def get_sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, learnable_sink: Te
     # a token of no sequence, whose dout and dlse nobody reads
     shares = (probability * dpsum).masked_fill(lse == -math.inf, 0.0).contiguous()
     others = [dim for dim in range(shares.ndim) if dim != shares.ndim - 2]
-    return -shares.sum(dim=others).to(learnable_sink.dtype)
+    return (0.0 - shares.sum(dim=others)).to(learnable_sink.dtype)  # of nothing 0, where a sign would make it -0

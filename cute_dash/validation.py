@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_dash import registry
 from cute_dash.check import ScheduleError, check, check_sample, check_selection_by_length
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS, get_config
 from cute_dash.device import num_sms
@@ -30,7 +31,8 @@ TESTED_SCHEDULES = frozenset(
     ("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid", "unordered")
 )
 TESTED_SELECTORS = frozenset(("auto", "auto_invariant"))  # which choose among these
-_TESTED_MODULES = frozenset(f"schedules.{name}" for name in TESTED_SCHEDULES | TESTED_SELECTORS)
+_SHIPPED = TESTED_SCHEDULES | TESTED_SELECTORS
+_TESTED_MODULES = frozenset(f"schedules.{name}" for name in _SHIPPED)
 MAX_TILES = 2**30  # the kernel numbers tiles in 32 bits, and the sum of two numbers has to fit
 MAX_VARLEN_TILES = 2**23  # of a head: the kernel finds a sequence's statistics, 2**8 elements a tile, in 32 bits
 MAX_LENGTH = 2**31 - 1  # beyond every sequence, so no limit; larger numbers would not fit an op's schema
@@ -44,8 +46,8 @@ _HOPPER = (9, 0)
 def check_scale(softmax_scale: float | None) -> None:
     """None for the default, or a number above 0, finite in fp32: forward kernels take the row maximum, then scale.
 
-    A GPU may take subnormal numbers for 0, so they are refused, too. Comparisons alone, so that torch.compile traces a
-    scale that changes.
+    A GPU may take subnormal numbers for 0, so they are refused, too. Comparisons alone, which torch.compile traces; an
+    op's float argument is a constant of the graph all the same, so that a scale that changes compiles anew.
     """
     if softmax_scale is None:
         return
@@ -153,7 +155,8 @@ def check_varlen_qkv(q: Tensor, k: Tensor, v: Tensor, learnable_sink: Tensor | N
 
 
 def _check_num_tokens(name: str, num_tokens: int) -> None:
-    if num_tokens > MAX_TOKENS:
+    # of a length that is traced, torch.export would make the limit a guard; the op checks again when it runs
+    if not isinstance(num_tokens, torch.SymInt) and num_tokens > MAX_TOKENS:
         raise ValueError(f"{name} has {num_tokens} tokens; allowed: at most {MAX_TOKENS}")
 
 
@@ -266,6 +269,11 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"q is on {device}, of compute capability {capability}; allowed: {_HOPPER} (Hopper)")
 
 
+def find_loaded(spec: str) -> object:
+    """`registry.find_loaded`; None for what is shipped, which is looked at once in a process."""
+    return None if spec in _SHIPPED else registry.find_loaded(spec)
+
+
 def resolve_schedule(
     spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool, window_size: tuple[int, int] = (-1, -1)
 ) -> Schedule:
@@ -276,6 +284,8 @@ def resolve_schedule(
             the device has SMs (one CTA of the backward kernel fills an SM).
     """
     device_sms = num_sms(q.device.index) if q.device.type == "cuda" else None
+    if isinstance(spec, str) and spec not in _SHIPPED:
+        spec = registry.load(spec)  # anew: a string may name another schedule by now
     return _resolve_for(spec, q.shape, k.shape, causal, window_size, device_sms)  # type: ignore[arg-type]  # a protocol cannot promise a hash
 
 

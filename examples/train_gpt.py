@@ -42,6 +42,7 @@ class Config:
 
 
 HEAD_DIM = 64
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # of torch.manual_seed
 # At least three KV tiles of 128 tokens in a sequence: a dQ tile that sums only two has the same bits in either order.
 GPU_CONFIG = Config(num_layers=6, width=512, batch=16, seqlen=1024)
 CPU_CONFIG = Config(num_layers=2, width=128, batch=1, seqlen=384)
@@ -245,6 +246,17 @@ def draw_group(curves: "Axes", gaps: "Axes", paths: list[str]) -> None:
     gaps.set(xlabel="step")
 
 
+def find_device(name: str | None) -> torch.device:
+    """The device of that name, or the best there is; ValueError if the model cannot run on it."""
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) == (9, 0)]
+    names = ["cpu", *gpus, *(["cuda"] if "cuda:0" in gpus else [])]
+    if name is None:
+        return torch.device("cuda" if "cuda" in names else "cpu")
+    if name not in names:
+        raise ValueError(f"argument --device: {name!r}; allowed here: {', '.join(names)}")
+    return torch.device(name)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Trains a small GPT with the same bits on every run.")
     parser.add_argument("--steps", type=int, default=100)
@@ -262,21 +274,28 @@ def main(argv: list[str] | None = None) -> int:
         help="draw runs, and where they part from the first; given again: another group of runs beside it",
     )
     args = parser.parse_args(argv)
-    if args.steps < 1 or (args.plot and not args.out):
-        parser.error("--steps must be at least 1, and --plot needs --out")
+    if args.steps < 1:
+        parser.error(f"argument --steps: {args.steps}; allowed: at least 1")
+    if not MIN_SEED <= args.seed <= MAX_SEED:
+        parser.error(f"argument --seed: {args.seed}; allowed: {MIN_SEED} to {MAX_SEED}")
+    if args.plot and not args.out:
+        parser.error("argument --plot: needs -o/--out, the file of the picture")
     try:
         if args.compare or args.plot:
             return compare(args.compare) if args.compare else plot(args.plot, args.out)
     except (ImportError, OSError, ValueError) as error:  # an uncaught one would exit with 1, which means "they part"
         parser.error(str(error))
     make_deterministic(args.seed)
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    device = torch.device(args.device or ("cuda" if is_hopper else "cpu"))
     try:
+        device = find_device(args.device)
         check_schedule(args.schedule, device)
     except (ImportError, ValueError) as error:
         parser.error(str(error))
-    with open(args.out or os.devnull, "w", newline="") as file:
+    try:
+        file = open(args.out or os.devnull, "w", newline="")
+    except OSError as error:
+        parser.error(f"argument -o/--out: {error}")
+    with file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
         for row, speed in train(device, args.schedule, args.seed, args.steps):

@@ -15,6 +15,7 @@ gradients of `attention_backward` with the whole sequence's out and LSE. The mas
 and changes nothing about the order of the others.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -151,7 +152,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> tuple[Ten
         part, part_lse = flash_attn_func(
             q[:, block.queries], block_k, block_v, causal=block.causal, return_lse=True, **options.call
         )
-        if step == 0:  # own keys: every query sees one, so that LSE is finite from here on
+        if step == 0:
             out, lse = part.float(), part_lse
         else:
             _merge(out[:, block.queries], lse[:, :, block.queries], part, part_lse)
@@ -166,7 +167,9 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         part, part_lse: over others, in any dtype and fp32.
     """
     merged = torch.logaddexp(lse, part_lse)
-    old, new = (torch.exp(x - merged).transpose(1, 2).unsqueeze(-1) for x in (lse, part_lse))
+    no_key = merged == -math.inf  # neither here nor in the part: -inf - -inf
+    old, new = (torch.exp(x - merged).masked_fill(no_key, 0.0) for x in (lse, part_lse))
+    old, new = (share.transpose(1, 2).unsqueeze(-1) for share in (old, new))
     out.mul_(old).add_(part * new)
     lse.copy_(merged)
 

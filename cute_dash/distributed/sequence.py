@@ -9,12 +9,15 @@ rank one chunk of either kind:
     zigzag      2 n     r, 2 n - 1 - r   0 7 | 1 6 | 2 5 | 3 4
 """
 
+import numbers
 from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from cute_dash.naming import name_type
 
 Layout = Literal["zigzag", "contiguous"]
 _LAYOUTS = get_args(Layout)
@@ -87,9 +90,16 @@ def sequence_positions(seqlen: int, mesh: DeviceMesh, *, layout: Layout = "zigza
 
     Returns:
         (seqlen / mesh.size(),) int64, on the mesh's kind of device.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed.
     """
-    positions = torch.arange(seqlen, device=mesh.device_type if isinstance(mesh, DeviceMesh) else None)
-    return shard_sequence(positions, mesh, 0, layout=layout)
+    place = get_place(mesh)
+    check_layout(layout)
+    if isinstance(seqlen, bool) or not isinstance(seqlen, numbers.Integral):
+        raise TypeError(f"{seqlen=} is a {name_type(seqlen)}; allowed: an int")
+    _check_num_tokens(f"{seqlen=}", int(seqlen), place, layout)
+    return _shard(torch.arange(seqlen, device=mesh.device_type), 0, place, layout)
 
 
 def shard_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: Layout = "zigzag") -> Tensor:
@@ -109,13 +119,33 @@ def shard_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: Layout 
     """
     place = get_place(mesh)
     check_layout(layout)
+    _check_dim(x, dim)
+    _check_num_tokens(f"x has {x.shape[dim]} tokens in dimension {dim}", x.shape[dim], place, layout)
+    return _shard(x, dim, place, layout)
+
+
+def _check_num_tokens(what: str, num_tokens: int, place: Place, layout: Layout) -> None:
+    """Of a whole sequence; `what`: what its error begins with."""
     num_chunks = len(get_chunk_order(place.world_size, layout))
-    if x.shape[dim] == 0 or x.shape[dim] % num_chunks:
+    if num_tokens < 1 or num_tokens % num_chunks:
         raise ValueError(
-            f"x has {x.shape[dim]} tokens in dimension {dim}; allowed: a multiple of {num_chunks}, the chunks that "
-            f"{layout=} makes for {place.world_size} ranks"
+            f"{what}; allowed: a multiple above 0 of {num_chunks}, the chunks that {layout=} makes for "
+            f"{place.world_size} ranks"
         )
-    chunks = x.chunk(num_chunks, dim)
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {name_type(x)}; allowed: a torch.Tensor")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"{dim=} is a {name_type(dim)}; allowed: an int")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{dim=}; allowed: a dimension of x, which has shape {tuple(x.shape)}")
+
+
+def _shard(x: Tensor, dim: int, place: Place, layout: Layout) -> Tensor:
+    """This rank's chunks."""
+    chunks = x.chunk(len(get_chunk_order(place.world_size, layout)), dim)
     return torch.cat([chunks[chunk] for chunk in get_chunks(place.rank, place.world_size, layout)], dim)
 
 
@@ -134,6 +164,7 @@ def unshard_sequence(x: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: Layou
     """
     place = get_place(mesh)
     check_layout(layout)
+    _check_dim(x, dim)
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("x requires grad, but unsharding has no derivative; allowed: x.detach()")
     if layout == "zigzag" and x.shape[dim] % 2:

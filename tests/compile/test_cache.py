@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import schedules
 from cute_dash import compile as compile_module
-from cute_dash import registry
+from cute_dash import registry, validation
 from cute_dash.compile import CompileKey
 from cute_dash.config import get_config
 from cute_dash.schedule import DenseSchedule
@@ -284,6 +285,100 @@ def test_a_schedule_of_another_package_is_never_on_disk(cache, builds):
     (cache / f"{key.digest()}.sha256").write_text((cache / f"{KEY.digest()}.sha256").read_text())
     compile_module._compiled.clear()
     assert isinstance(compile_module.get_backward(key), FakeCompiled)
+
+
+@pytest.fixture
+def make_schedule(tmp_path, monkeypatch):
+    """Writes modules into a folder that `schedules` also looks into, and loads the schedule of the first."""
+    monkeypatch.setattr(schedules, "__path__", [*schedules.__path__, str(tmp_path)])
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(compile_module, "_sources_changed", lambda: False)
+    before = set(sys.modules)
+
+    def make(line, **modules):
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "my_order.py").write_text("SHIFT = 1\n")
+        for name, source in modules.items():
+            (tmp_path / f"{name}.py").write_text(source)
+        (tmp_path / "cached.py").write_text(f"{line}\n{SCHEDULE_SOURCE}")
+        return registry.load("cached")
+
+    yield make
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+SCHEDULE_SOURCE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from cute_dash.schedule import DenseSchedule
+
+@dataclass(frozen=True)
+class Cached(DenseSchedule):
+    name: ClassVar[str] = "cached"
+    inner: object = None
+
+SCHEDULE = Cached()
+
+def make():
+    @dataclass(frozen=True)
+    class Local(DenseSchedule):
+        name: ClassVar[str] = "local"
+    return Local()
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import math, collections.abc",
+        "from cute_dash import ints",
+        "from schedules import baseline",
+        "from . import descending",
+        "from .baseline import SCHEDULE as other",
+        "import cutlass",
+    ],
+)
+def test_a_schedule_that_imports_what_the_digest_covers_is_on_disk(line, make_schedule):
+    assert replace(KEY, schedule=make_schedule(line)).is_cacheable()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import my_order",
+        "from my_order import SHIFT",
+        "def get_shift():\n    from my_order import SHIFT\n",
+        "from schedules import helper",
+        "import schedules.helper",
+        "from . import helper",
+        "from .helper import SHIFT",
+        "import importlib; my_order = importlib.import_module('my_order')",
+        "my_order = __import__('my_order')",
+        "SHIFT = int(open(__file__).read(0) or 1)",
+        "import numpy",
+        "from cute_dash import registry",
+        "from cute_dash.registry import load",
+    ],
+)
+def test_a_schedule_that_imports_from_elsewhere_is_never_on_disk(line, make_schedule):
+    """Not through another file of the package either: an edit there would leave a stale kernel."""
+    schedule = make_schedule(line, helper="from .further import *\n", further="from my_order import SHIFT\n")
+    assert not replace(KEY, schedule=schedule).is_cacheable()
+
+
+def test_what_the_digest_does_not_tell_apart_is_never_on_disk(make_schedule):
+    """Classes that a function makes share a name; a field can hold an object that looks like another."""
+    schedule = make_schedule("")
+    assert replace(KEY, schedule=replace(schedule, inner=(1, 2.0, "x", (None,)))).is_cacheable()
+    for other in (replace(schedule, inner=Elsewhere()), sys.modules["schedules.cached"].make()):
+        assert not replace(KEY, schedule=other).is_cacheable()
+
+
+@pytest.mark.parametrize("name", sorted(validation.TESTED_SCHEDULES))
+def test_shipped_schedules_are_on_disk(name, monkeypatch):
+    monkeypatch.setattr(compile_module, "_sources_changed", lambda: False)
+    assert replace(KEY, schedule=registry.load(name)).is_cacheable()
 
 
 def test_nothing_is_on_disk_once_a_source_has_changed(cache, builds, monkeypatch):

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from cute_dash import attention_backward, flash_attn_func
 from cute_dash.distributed import context_parallel_attention, sequence_positions, shard_sequence, unshard_sequence
 from cute_dash.distributed.all_to_all import check_heads
-from cute_dash.distributed.ring import get_block
-from cute_dash.distributed.sequence import get_chunks
+from cute_dash.distributed.ring import RingOptions, get_block, ring_attention
+from cute_dash.distributed.sequence import get_chunks, get_place
 from cute_dash.testing import (
     assert_accurate,
     assert_bitwise_equal,
@@ -95,6 +95,14 @@ def run_sharding_gradient(world_size):
     assert torch.equal(whole.grad, expected.expand(2, 16))
 
 
+def run_without_keys(causal):
+    """LSE of a ring, and out and gradients, of queries that no rank has a key for; causal: of no queries either."""
+    q, k = torch.randn(1, 0 if causal else 4, HEADS, HEAD_DIM), torch.randn(1, 0, HEADS, HEAD_DIM)
+    options = RingOptions(get_place(get_mesh(2)), "zigzag", None, causal, 0.0, "auto")
+    results = train(q, k, k, torch.randn_like(q), lambda *qkv: ring_attention(*qkv, options)[0])
+    return ring_attention(q, k, k, options)[1], *results
+
+
 def run_bad_call(call):
     """What `call` of this module, given a mesh of two ranks and all their tensors, raises."""
     try:
@@ -154,6 +162,15 @@ def test_keys_of_another_length(gloo, method, causal):
     assert relative_error(out, attention_forward_ref(x.q, x.k, x.v, SCALE, causal)[0]) < 2e-6
     for actual, ref in zip(grads, attention_backward_ref(x.dout, x.q, x.k, x.v, SCALE, causal), strict=True):
         assert relative_error(actual, ref) < 2e-6
+
+
+@MASKS
+def test_a_ring_without_keys_gives_zeros(gloo, causal):
+    """As one device does."""
+    for lse, *results in gloo.run(run_without_keys, causal):
+        assert (lse == -math.inf).all()
+        for result in results:
+            assert torch.equal(result, torch.zeros_like(result))
 
 
 @pytest.mark.usefixtures("grouped_queries")
@@ -399,6 +416,32 @@ BAD_CALLS = {
         "schedule='symmetric_shift' cannot implement",
     ),
     "sharding": (lambda mesh, x: shard_sequence(x.q[:, :6], mesh), ValueError, "x has 6 tokens in dimension 1"),
+    "sharding no tensor": (lambda mesh, x: shard_sequence([1], mesh), TypeError, "x is a list; allowed: a torch.Ten"),
+    "sharding dim": (
+        lambda mesh, x: shard_sequence(torch.zeros(8), mesh),
+        ValueError,
+        r"dim=1; allowed: a dimension of x, which has shape \(8,\)",
+    ),
+    "sharding dim's type": (lambda mesh, x: shard_sequence(x.q, mesh, 1.0), TypeError, "dim=1.0 is a float; allowed"),
+    "unsharding no tensor": (lambda mesh, x: unshard_sequence([1], mesh), TypeError, "x is a list; allowed"),
+    "unsharding dim": (lambda mesh, x: unshard_sequence(torch.zeros(8), mesh), ValueError, "dim=1; allowed"),
+    "positions": (
+        lambda mesh, x: sequence_positions(-4, mesh),
+        ValueError,
+        "seqlen=-4; allowed: a multiple above 0",
+    ),
+    "no positions": (
+        lambda mesh, x: sequence_positions(0, mesh),
+        ValueError,
+        "seqlen=0; allowed: a multiple above 0",
+    ),
+    "odd positions": (
+        lambda mesh, x: sequence_positions(6, mesh),
+        ValueError,
+        "seqlen=6; allowed: a multiple above 0",
+    ),
+    "positions' type": (lambda mesh, x: sequence_positions(8.0, mesh), TypeError, "seqlen=8.0 is a float; allowed"),
+    "positions' mesh": (lambda mesh, x: sequence_positions(8, "cp"), TypeError, "mesh is a str"),
     "unsharding": (
         lambda mesh, x: unshard_sequence(x.q.clone().requires_grad_(), mesh),
         ValueError,

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from cute_dash import attention_backward, flash_attn_func
+from cute_dash import attention_backward, attention_varlen_backward, flash_attn_func, flash_attn_varlen_func
 from cute_dash.distributed import register_sharding_rules
 from cute_dash.distributed.dtensor import _divides
 from cute_dash.testing import assert_bitwise_equal, random_inputs
@@ -95,6 +95,27 @@ def run_sink(x):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def run_varlen(x):
+    """What DTensors with cu_seqlens raise, forward and backward."""
+    register_sharding_rules()
+    mesh = get_mesh(4)
+    local = [t[0] for t in x]
+    q, k, v, dout = (distribute_tensor(t, mesh, [Shard(1)]) for t in local)
+    cu_seqlens = torch.tensor([0, len(local[0])], dtype=torch.int32)
+    lengths = cu_seqlens, cu_seqlens, len(local[0]), len(local[0])
+    messages = []
+    for function, arguments in (
+        (flash_attn_varlen_func, (q, k, v)),
+        (flash_attn_varlen_func, (local[0], k, v)),
+        (attention_varlen_backward, (dout, q, k, v, q, torch.zeros(HEADS, len(local[0])))),
+    ):
+        try:
+            function(*arguments, *lengths)
+        except TypeError as error:
+            messages.append(str(error))
+    return messages
 
 
 class Attention(nn.Module):
@@ -270,3 +291,9 @@ def test_a_gradient_of_the_lse(gloo):
 def test_a_sink_is_refused(gloo):
     for answer in gloo.run(run_sink, inputs()):
         assert "learnable_sink is given with DTensors; allowed: None" in answer
+
+
+def test_sequences_of_different_lengths_are_local_tensors(gloo):
+    for messages in gloo.run(run_varlen, inputs()):
+        for name, message in zip("qkq", messages, strict=True):
+            assert f"{name} is a DTensor; allowed with cu_seqlens: this rank's part, {name}.to_local()" in message

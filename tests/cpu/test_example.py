@@ -237,10 +237,42 @@ def test_compare_refuses_what_is_no_record(tmp_path, monkeypatch, capsys, conten
     assert str(bad) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [("--steps", "0"), ("--plot", "a.csv"), ("--plot", "a", "--compare", "a", "b")])
-def test_wrong_usage(monkeypatch, capsys, options):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--steps", "0"), "argument --steps: 0; allowed: at least 1"),
+        (("--seed", str(2**64)), f"argument --seed: {2**64}; allowed: {-(2**63)} to {2**64 - 1}"),
+        (("--seed", str(-(2**63) - 1)), "argument --seed: "),
+        (("--device", "tpu"), "argument --device: 'tpu'; allowed here: cpu"),
+        (("--device", "cuda:99"), "argument --device: 'cuda:99'; allowed here: cpu"),
+        (("--device", "cpu", "--out", "no such folder/x.csv"), "argument -o/--out: [Errno 2] No such file"),
+        (("--plot", "a.csv", "b.csv"), "argument --plot: needs -o/--out, the file of the picture"),
+        (("--plot", "a", "--compare", "a", "b"), "argument --compare: not allowed with argument --plot"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, tuple) else "",
+)
+def test_wrong_usage_names_the_argument(monkeypatch, capsys, options, message):
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     assert exit_status(monkeypatch, *options) == 2
-    assert "usage:" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("usage:")
+    assert message in err.splitlines()[-1]
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="argument --device: 'cuda'; allowed here: cpu$"):
+        train_gpt.find_device("cuda")
+    assert train_gpt.find_device(None).type == "cpu"
+
+
+def test_devices_are_hopper_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: ((9, 0), (8, 0))[i])
+    assert [str(train_gpt.find_device(name)) for name in (None, "cuda", "cuda:0")] == ["cuda", "cuda", "cuda:0"]
+    with pytest.raises(ValueError, match="'cuda:1'; allowed here: cpu, cuda:0, cuda$"):
+        train_gpt.find_device("cuda:1")
 
 
 @pytest.fixture

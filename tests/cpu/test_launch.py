@@ -322,9 +322,8 @@ def test_too_many_to_count_is_refused(make, message, monkeypatch):
     monkeypatch.setattr(validation, "check_device", lambda device: None)
     q, options = make()
     with pytest.raises(ValueError, match=message):
-        ops._check(
-            validation.check_qkv, (q, q, q), q, q, None, True, (-1, -1), options.get("schedule", "shortest_first")
-        )
+        spec = ops.spec_of(options.get("schedule", "shortest_first"))
+        ops._check(validation.check_qkv, (q, q, q), q, q, None, True, (-1, -1), spec)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """The torch side on CPU tensors: gradients through autograd, opcheck, fake tensors, schedules as strings, layouts."""
 
 import contextlib
+import importlib
 import itertools
 import json
 import math
+import sys
 import threading
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_dash
+import schedules
 from cute_dash import emulator, forward, interface, ops
 from cute_dash.problem import normalize_mask
 from cute_dash.testing import (
@@ -485,11 +489,110 @@ def test_schedules_are_taken_as_module_and_attribute_or_as_objects():
     assert schedule_that_ran(tuned).schedule == tuned != schedule_that_ran("longest_first").schedule
 
 
+RELOADED = """
+from dataclasses import dataclass
+from typing import ClassVar
+from cute_dash.schedule import DenseSchedule
+
+@dataclass(frozen=True)
+class Reloaded(DenseSchedule):
+    name: ClassVar[str] = "reloaded"
+    version: ClassVar[int] = {}
+
+SCHEDULE = Reloaded()
+"""
+
+
+def varlen_schedule_that_ran(schedule):
+    x, cu_seqlens = inputs(8, 8), torch.tensor([0, 8], dtype=torch.int32)
+    dout, q, k, v = x.dout[0], x.q[0], x.k[0], x.v[0]
+    lengths = cu_seqlens, cu_seqlens, 8, 8
+    cute_dash.attention_varlen_backward(dout, q, k, v, q, torch.zeros(2, 8), *lengths, schedule=schedule)
+    return interface.last_schedule()
+
+
+@pytest.mark.parametrize("get_record", [schedule_that_ran, varlen_schedule_that_ran])
+@pytest.mark.parametrize("spec", ["reloaded:SCHEDULE", "reloaded"])
+def test_a_string_names_what_its_module_has_now(spec, get_record, tmp_path, monkeypatch):
+    """Where the file was edited and its module loaded again, in a notebook say."""
+    path = tmp_path / "reloaded.py"
+    if spec == "reloaded":
+        monkeypatch.setattr(schedules, "__path__", [*schedules.__path__, str(tmp_path)])
+    else:
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # both versions are of the same second and size
+    path.write_text(RELOADED.format(1))
+    name = "schedules.reloaded" if spec == "reloaded" else "reloaded"
+    assert get_record(spec).version == 1
+    first = get_record(spec).schedule
+    assert get_record(spec).schedule is first
+    path.write_text(RELOADED.format(2))
+    importlib.reload(sys.modules[name])
+    assert get_record(spec).version == 2
+    del sys.modules[name]
+
+
 def test_equal_objects_share_a_handle_and_unequal_ones_do_not():
     one, other = LongestFirst(heads_per_group=5), LongestFirst(heads_per_group=6)
     assert ops.spec_of(one) == ops.spec_of(replace(one))
     assert ops.spec_of(one) != ops.spec_of(other)
     assert ops.spec_of("baseline") == "baseline"
+
+
+def make_local_schedule():
+    """Of a class of its own, which has the name of every other that this makes."""
+
+    @dataclass(frozen=True)
+    class Local(LongestFirst):
+        name: ClassVar[str] = "local"
+
+    return Local()
+
+
+def test_a_pending_backward_runs_the_schedule_of_its_forward():
+    """Not one of another class of the same name that came in between."""
+    first, second = make_local_schedule(), make_local_schedule()
+    x = inputs(8, 8)
+    q, k, v = leaves(x)
+    outs = [cute_dash.flash_attn_func(q, k, v, schedule=schedule) for schedule in (first, second)]
+    for schedule, out in zip((first, second), outs, strict=True):
+        out.backward(x.dout)
+        assert type(interface.last_schedule().schedule) is type(schedule)
+    assert ops.spec_of(first) == ops.spec_of(replace(first)) != ops.spec_of(second)
+
+
+@dataclass(frozen=True)
+class LookAlike(LongestFirst):
+    name: ClassVar[str] = "look_alike"
+    inner: object = None
+
+
+def test_fields_that_only_look_equal_make_another_handle():
+    first, second = LookAlike(inner=make_local_schedule()), LookAlike(inner=make_local_schedule())
+    assert repr(first) == repr(second)
+    assert ops.spec_of(first) != ops.spec_of(second)
+
+
+@dataclass(frozen=True)
+class Redefined(LongestFirst):
+    name: ClassVar[str] = "redefined"
+
+
+def test_a_class_that_is_defined_anew_leaves_the_handles_of_the_old_one(monkeypatch):
+    """As in a cell of a notebook that is run again."""
+    plain = f"{__name__}.Redefined@[('heads_per_group', 0)]"
+    old = Redefined()
+    assert ops.spec_of(old) == plain
+    anew = dataclass(frozen=True)(type("Redefined", (LongestFirst,), {"__module__": __name__, "name": "redefined"}))
+    monkeypatch.setattr(sys.modules[__name__], "Redefined", anew)
+    handle = ops.spec_of(anew())
+    assert handle.startswith(f"{plain}#")
+    assert [schedule_that_ran(spec).schedule for spec in (plain, handle)] == [old, anew()]
+    assert [ops.spec_of(schedule) for schedule in (old, replace(old), anew())] == [plain, plain, handle]
+
+
+def test_handles_of_classes_found_by_name_are_the_same_in_every_process():
+    assert ops.spec_of(LongestFirst(5)) == "schedules.longest_first.LongestFirst@[('heads_per_group', 5)]"
 
 
 def test_a_schedule_object_without_a_hash_is_named():

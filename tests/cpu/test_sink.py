@@ -166,6 +166,13 @@ def test_out_is_not_written_after_it_was_returned():
     assert torch.equal(out, kept) and all(map(torch.equal, before, (*x, sink)))
 
 
+@pytest.mark.parametrize(("batch", "seqlen_q"), [(0, 8), (2, 0)])
+def test_the_gradient_of_nothing_is_a_positive_zero(batch, seqlen_q):
+    out, lse, sink = torch.zeros(batch, seqlen_q, 4, 64), torch.zeros(batch, 4, seqlen_q), torch.ones(4)
+    dsink = ops.attention_sink_backward(out, out, lse, sink)
+    assert_bitwise_equal(dsink, torch.zeros(4), "dsink")
+
+
 def test_the_gradient_does_not_depend_on_strides():
     x, dlse, sink = inputs(dtype=torch.bfloat16)
     out, lse = flash_attn_func(*x[:3], learnable_sink=sink, return_lse=True)

@@ -16,6 +16,7 @@ from tests.compiled import assert_same_bits, fresh_compiler, run
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 FORWARD = torch.ops.cute_dash.attention_forward.default
 BACKWARD = torch.ops.cute_dash.attention_backward.default
+CU_SEQLENS = torch.tensor([0, 40], dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +76,64 @@ def test_lengths_that_change_on_every_call_compile_twice():
     assert counter.frame_count == 2
 
 
-def test_a_scale_that_changes_is_traced():
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+class Causal(torch.nn.Module):
+    def forward(self, q, k, v):
+        return cute_dash.flash_attn_func(q, k, v, causal=True)
+
+
+class CausalVarlen(torch.nn.Module):
+    def forward(self, q, k, v, cu_seqlens):
+        return cute_dash.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 40, 40, causal=True)
+
+
+@pytest.mark.parametrize("is_varlen", [False, True], ids=["dense", "varlen"])
+def test_export_takes_a_length_without_a_maximum(is_varlen):
+    module, cu_seqlens = (CausalVarlen(), (CU_SEQLENS,)) if is_varlen else (Causal(), ())
+    seqlen_dim, seqlen = 0 if is_varlen else 1, torch.export.Dim("seqlen")
+
+    def arguments(seqlen):
+        tensors = [x.detach() for x in inputs(seqlen)[0]]
+        return *(x[0] if is_varlen else x for x in tensors), *cu_seqlens
+
+    dynamic_shapes = *({seqlen_dim: seqlen} for _ in "qkv"), *(None for _ in cu_seqlens)
+    exported = torch.export.export(module, arguments(48), dynamic_shapes=dynamic_shapes).module()
+    for length in (48, 150):
+        assert_bitwise_equal(exported(*arguments(length)), module(*arguments(length)), "out")
+
+
+def test_each_scale_compiles_anew():
+    """As with torch's own attention: to both, a float is a constant of the graph."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
     x = inputs(40)
-    for softmax_scale in (0.1, 0.2, 0.3):
+    scales = 0.1, 0.2, 0.3, 0.4
+    for softmax_scale in (*scales, *scales):
         options = dict(softmax_scale=softmax_scale)
         assert_same_bits(run(partial(compiled, **options), *x), run(partial(block, **options), *x))
+    assert len(scales) <= counter.frame_count <= 2 * len(scales)  # torch looks at some twice
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for i in range(10):
+            compiled(*x[0], softmax_scale=0.5 + i)
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (partial(block, causal=1), "causal=1 is a int; allowed: True or False"),
+        (partial(block, softmax_scale="x"), "softmax_scale='x' is a str; allowed: a finite number above 0, or None"),
+        (partial(block, window_size=(1.5, 0)), r"window_size=\(1.5, 0\) holds a float; allowed: ints, or None"),
+        (partial(block, softcap="x"), "softcap='x' is a str; allowed: the number 0"),
+        (
+            lambda q, k, v: cute_dash.flash_attn_varlen_func(q[0], k[0], v[0], CU_SEQLENS, CU_SEQLENS, 40.5, 40),
+            "max_seqlen_q=40.5 is a float; allowed: an int, or a 0-d tensor of an integer dtype",
+        ),
+    ],
+    ids=["causal", "softmax_scale", "window_size", "softcap", "max_seqlen_q"],
+)
+def test_the_message_of_a_wrong_type_comes_through(attention, message):
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=message):  # torch's own, which quotes it
+        compiled(*inputs(40)[0])
 
 
 def test_a_step_with_graph_breaks_around_the_op_keeps_the_bits():
