@@ -1,7 +1,8 @@
 """Compiles backward kernels, once per key: in memory, and on disk across processes.
 
 Host only. A key is everything that shapes the machine code: configuration, dtype, schedule (class and fields), launch
-mode, debug, the sources of this package and of `schedules`, the versions of what compiles them, and the architecture.
+mode, debug, the sources of this package and of `schedules`, the versions of what compiles them, the architecture, and
+the processor of the host.
 The choice of shapes is not in it: kernels take any batch, heads, lengths and, if they are local, any window.
 
 Only schedules whose classes come from these two packages, by imports too, are cached on disk: of others nothing tells
@@ -322,7 +323,7 @@ def _store(key: CompileKey, compiled: Any) -> None:
 
 @lru_cache
 def _fingerprint() -> str:
-    """Sources of this package and of the schedules, and the versions of what compiles them."""
+    """Sources of this package and of the schedules, the versions of what compiles them, and the processor."""
     digest = hashlib.sha256()
     for package in _packages():
         for path in sorted(package.rglob("*.py")):
@@ -332,7 +333,20 @@ def _fingerprint() -> str:
         for distribution in distributions()
         if (distribution.name or "").startswith(("nvidia-cutlass-dsl", "apache-tvm-ffi"))
     )
-    return " ".join([digest.hexdigest(), ARCH, platform.machine(), *compilers])
+    return " ".join([digest.hexdigest(), ARCH, platform.machine(), _describe_processor(), *compilers])
+
+
+def _describe_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The instructions that the host's processor has.
+
+    The DSL compiles the host's part of a launch for the machine that it runs on, with AVX-512 where there is that; in a
+    home directory that several kinds of machines share, others would meet instructions that they do not have.
+    """
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def _sources_changed() -> bool:

@@ -5,6 +5,7 @@ One key is compiled for real, by two processes at once; everything else reuses i
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -273,6 +274,22 @@ class Elsewhere(DenseSchedule):
     """A schedule of another package: nothing tells which sources it depends on."""
 
     name = "elsewhere"
+
+
+def test_digest_differs_with_the_processor(monkeypatch, tmp_path):
+    """Its objects hold host code for the machine that compiled them."""
+    texts = ["processor: 0\nflags\t\t: fpu avx2\nmodel: A\n", "processor: 0\nflags\t\t: fpu avx2 avx512f\nmodel: A\n"]
+    digests = [KEY.digest()]
+    for i, text in enumerate(texts):
+        (tmp_path / str(i)).write_text(text)
+        description = compile_module._describe_processor(tmp_path / str(i))
+        assert description == text.splitlines()[1]
+        monkeypatch.setattr(compile_module, "_describe_processor", lambda description=description: description)
+        compile_module._fingerprint.cache_clear()
+        digests.append(KEY.digest())
+    compile_module._fingerprint.cache_clear()
+    assert len(set(digests)) == 3
+    assert compile_module._describe_processor(tmp_path / "nothing there") == platform.processor()
 
 
 def test_a_schedule_of_another_package_is_never_on_disk(cache, builds):
