@@ -4,14 +4,17 @@ Host, with torch and transformers; with one older than `TRANSFORMERS_MIN_VERSION
 functions are registered: the attention of a layer, and the one that makes the mask of a forward pass. What a model asks
 for and cannot be had is refused in either: nothing is dropped, nothing falls back to another implementation.
 
+What the second makes is a `Mask`, which the first knows what to do with and nothing else does. So a model that asks
+transformers for a mask, but does the attention itself, raises: without a mask it would see the future.
+
 Sequences of different lengths in one tensor, by a padding mask or packed behind each other, are run by
-`flash_attn_varlen_func`. The mask function describes them by *segments*, int (batch, seqlen_k): 0 for padding, and
-another number for each sequence of a row. A padding mask of ones and zeros is already that.
+`flash_attn_varlen_func`. The mask describes them by *segments*, int (batch, seqlen_k): 0 for padding, and another
+number for each sequence of a row. A padding mask of ones and zeros is already that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
@@ -32,7 +35,12 @@ if Version(transformers.__version__) < Version(TRANSFORMERS_MIN_VERSION):
 masking_utils = transformers.masking_utils
 
 # arguments of other attention functions, which change what is computed
-_REFUSED = ("position_bias", "alibi", "head_mask", "block_table", "k_cache", "v_cache")
+_REFUSED = (
+    *("position_bias", "attention_bias", "alibi", "head_mask", "layer_head_mask"),
+    *("indices", "block_indices"),  # the keys that a sparse layer chose
+    "sinks",  # one for each query, not one for each head
+    *("cache", "block_table", "k_cache", "v_cache"),  # paged
+)
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -55,7 +63,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: "Mask | Tensor | None",
     *,
     schedule: "str | Schedule" = "auto",
     scaling: float | None = None,
@@ -70,33 +78,42 @@ def attention(
     """Attention of one layer, as transformers calls it.
 
     Args:
-        module: the layer; its `is_causal` and its config's decide, unless `is_causal` is given.
+        module: the layer; without a mask its `is_causal` and its config's decide, unless `is_causal` is given.
         query: (batch, num_heads, seqlen_q, head_dim).
         key, value: (batch, num_heads_kv, seqlen_k, head_dim); value may have head_dim 128 where the others have 192.
-        attention_mask: None, or segments (batch, seqlen_k).
-        sliding_window: keys that a query sees, itself among them; causal only.
+        attention_mask: what `make_mask` made, which decides what is causal and what a window is, as in eager attention;
+            None, or segments (batch, seqlen_k) from a model that does not ask for masks.
+        sliding_window: keys that a query sees, itself among them; causal only, and not another one than the mask's.
         s_aux: (num_heads,), logits of attention sinks, see `flash_attn_func`'s learnable_sink.
-        position_ids: (1 or batch, seqlen_q): where they do not go up by 1, the next packed sequence starts. Not read if
-            there are segments or kwargs has the sequences' lengths (cu_seq_lens_q, ... max_length_k).
+        position_ids: (1 or batch, seqlen_q), read only if the model was given no attention mask, neither padding nor
+            ones, and there are no other keys than those of the queries: where they go back to 0, the next packed
+            sequence starts. Not read if kwargs has the sequences' lengths (cu_seq_lens_q, ... max_length_k).
 
     Returns:
-        out (batch, seqlen_q, num_heads, head_dim of value) and no weights; padding has out 0.
+        out (batch, seqlen_q, num_heads, head_dim of value) and no weights; padding among causal queries has out 0.
 
     Raises:
         TypeError, ValueError: naming what is not supported, and what is.
     """
     _refuse_unsupported(dropout, kwargs)
+    _check_extents(query, key, value)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    causal = _is_causal(module) if is_causal is None else bool(is_causal)
+    if isinstance(attention_mask, Mask):
+        mask = attention_mask
+        _check_mask(mask, q.shape[1], k.shape[1], sliding_window)
+    else:
+        causal = _is_causal(module) if is_causal is None else bool(is_causal)
+        mask = _wrap(attention_mask, causal, q.shape[1], k.shape[1], sliding_window)
+    window_size = _get_window(mask.sliding_window, mask.causal, k.shape[1])
     options: dict[str, Any] = dict(
         softmax_scale=scaling,
-        causal=causal,
-        window_size=_get_window(sliding_window, causal, k.shape[1]),
+        causal=mask.causal,
+        window_size=window_size,
         softcap=softcap or 0.0,
         schedule=schedule,
         learnable_sink=s_aux,
     )
-    lengths = _get_lengths(q, k, attention_mask, position_ids, kwargs)
+    lengths = _get_lengths(q, k, mask, window_size != (-1, -1), position_ids, kwargs)
     if lengths is not None:
         return _run_varlen(q, k, v, lengths, options), None
     out = flash_attn_func(q, k, v, **options)
@@ -112,6 +129,40 @@ def _refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} is given, which attention here does not have; allowed: None")
+
+
+def _check_extents(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Of what `_run_varlen` makes one dim of, so that nothing below could tell."""
+    for name, x in (("key", key), ("value", value)):
+        allowed = query.shape[0], *x.shape[1:2], key.shape[2], *x.shape[3:]
+        if tuple(x.shape) != allowed:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {allowed}")
+
+
+def _check_mask(mask: "Mask", seqlen_q: int, seqlen_k: int, sliding_window: int | None) -> None:
+    """That a layer's call is the one which its mask was made for."""
+    asked = _get_window(sliding_window, mask.causal, seqlen_k)
+    if sliding_window is not None and asked != _get_window(mask.sliding_window, mask.causal, seqlen_k):
+        raise ValueError(
+            f"{sliding_window=}, in a layer whose mask has {mask.sliding_window}; allowed: the mask's, or None"
+        )
+    if mask.causal and (seqlen_q, seqlen_k) != mask.extents:
+        raise ValueError(
+            f"{seqlen_q} queries and {seqlen_k} keys; allowed: {mask.extents[0]} and {mask.extents[1]}, which the "
+            "causal mask was made for"
+        )
+
+
+def _wrap(
+    attention_mask: Tensor | None, causal: bool, seqlen_q: int, seqlen_k: int, sliding_window: int | None
+) -> "Mask":
+    """Nothing says then which keys the queries belong to, but for all of them or the last one."""
+    if causal and seqlen_q not in (1, seqlen_k):
+        raise ValueError(
+            f"{seqlen_q} queries and {seqlen_k} keys, causal, without a mask of make_mask; allowed: "
+            f"{seqlen_k} queries, or 1"
+        )
+    return Mask(attention_mask, causal, (seqlen_q, seqlen_k), sliding_window, is_given=True)
 
 
 def _is_causal(module: nn.Module) -> bool:
@@ -134,6 +185,65 @@ def _get_window(sliding_window: int | None, causal: bool, seqlen_k: int) -> tupl
 # Masks
 
 
+class Mask:
+    """What a query sees, for `attention` alone: no tensor, and whatever is done to it as to one raises.
+
+    Args:
+        segments: (batch, seqlen_k), int or bool, or None: nothing but causality and window is masked.
+        causal: a query sees no key after its own, where the last query is in line with the last key.
+        extents: (seqlen_q, seqlen_k), those of the calls; of a mask that is not causal, `attention` asks for neither.
+        sliding_window: keys that a query sees, itself among them, or None.
+        is_given: the caller gave the model an attention mask, so that position_ids mark no packed sequences.
+    """
+
+    def __init__(
+        self,
+        segments: Tensor | None,
+        causal: bool,
+        extents: tuple[int, int],
+        sliding_window: int | None = None,
+        *,
+        is_given: bool,
+    ):
+        self.segments = segments
+        self.causal = causal
+        self.extents = extents
+        self.sliding_window = sliding_window
+        self.is_given = is_given
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(_describe_misuse(name))  # no other error: hasattr has to say no
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise TypeError(_describe_misuse(getattr(function, "__name__", str(function))))
+
+    __hash__ = object.__hash__  # which a class with __eq__ has not
+
+
+def _describe_misuse(use: str) -> str:
+    return (
+        f"{use}: this model's code takes the mask for a tensor, but only cute-dash's attention knows what is in it; "
+        "allowed: models whose layers hand the mask on to transformers' AttentionInterface as it is, or another "
+        "attn_implementation, such as 'eager'"
+    )
+
+
+def _refuse(operator: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any) -> NoReturn:
+        raise TypeError(_describe_misuse(operator))
+
+    return refuse
+
+
+# torch is asked second, or never
+for _operator in (
+    *("add radd iadd sub rsub isub mul rmul imul truediv rtruediv matmul rmatmul and rand or ror xor rxor".split()),
+    *("eq ne lt le gt ge neg invert bool int float len iter contains getitem setitem".split()),
+):
+    setattr(Mask, f"__{_operator}__", _refuse(f"__{_operator}__"))
+
+
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -145,18 +255,15 @@ def make_mask(
     *,
     device: "torch.device | str" = "cpu",
     **kwargs: Any,
-) -> Tensor | None:
+) -> Mask:
     """The mask of a forward pass, as transformers asks for it.
 
     Args:
         batch_size, q_length, kv_length: extents; queries start at q_offset, keys at kv_offset.
         mask_function: which keys a query sees. Causal, causal with a sliding window (which the layers are told again),
             and everything; each of the first two also with packed sequences.
-        attention_mask: (batch, kv_length or more), False or 0 for padding.
+        attention_mask: (batch, kv_offset + kv_length or more), False or 0 for padding.
         device: of the mask.
-
-    Returns:
-        None if nothing but causality and window is masked, else segments (batch, kv_length), int32.
 
     Raises:
         ValueError: another mask function, or keys beyond the last query.
@@ -169,19 +276,28 @@ def make_mask(
             "window, both with packed sequences, and bidirectional without a window; no overlays, chunks or "
             "bidirectional blocks"
         )
-    if mask_function is not masking_utils.bidirectional_mask_function:
+    causal = mask_function is not masking_utils.bidirectional_mask_function
+    if causal:
         _check_alignment(q_length, kv_length, int(q_offset), kv_offset)
-    if packed:
-        return _get_packed_segments(mask_function, batch_size, q_length, torch.device(device))
+    segments = (
+        _get_packed_segments(mask_function, batch_size, q_length, torch.device(device))
+        if packed  # only where there is no attention_mask
+        else _get_padding(attention_mask, batch_size, kv_length, kv_offset)
+    )
+    sliding_window = next(_list_ints(mask_function), None)
+    return Mask(segments, causal, (q_length, kv_length), sliding_window, is_given=attention_mask is not None)
+
+
+def _get_padding(attention_mask: Tensor | None, batch_size: int, kv_length: int, kv_offset: int) -> Tensor | None:
     if attention_mask is None:
         return None
-    attention_mask = attention_mask[:, -kv_length:]
-    if attention_mask.shape != (batch_size, kv_length):
+    padding = attention_mask[:, kv_offset : kv_offset + kv_length]
+    if padding.shape != (batch_size, kv_length):
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: {(batch_size, kv_length)}, one value "
-            "for each key"
+            f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: {(batch_size, kv_offset + kv_length)}, "
+            "one value for each key"
         )
-    return None if attention_mask.all() else attention_mask.to(torch.int32)
+    return None if padding.all() else padding.to(torch.int32)
 
 
 def _check_alignment(q_length: int, kv_length: int, q_offset: int, kv_offset: int) -> None:
@@ -205,6 +321,18 @@ def _describe(x: Any) -> Any:
         getattr(x, "__qualname__", x),
         *(_describe(cell.cell_contents) for cell in cells),
     )
+
+
+def _list_ints(x: Any) -> Iterator[int]:
+    """Which a mask function holds: the window, in those that attention here can honour."""
+    if isinstance(x, int):
+        yield x
+    elif isinstance(x, tuple):
+        for item in x:
+            yield from _list_ints(item)
+    elif callable(x) and not isinstance(x, Tensor):
+        for cell in getattr(x, "__closure__", None) or ():
+            yield from _list_ints(cell.cell_contents)
 
 
 def _list_structures() -> tuple[list[Any], list[Any]]:
@@ -252,66 +380,112 @@ class _Lengths(NamedTuple):
 
 
 def _get_lengths(
-    q: Tensor, k: Tensor, segments: Tensor | None, position_ids: Tensor | None, kwargs: dict[str, Any]
+    q: Tensor, k: Tensor, mask: Mask, has_window: bool, position_ids: Tensor | None, kwargs: dict[str, Any]
 ) -> _Lengths | None:
     """None if all sequences are as long as the tensors."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if segments is not None:
+    lengths = _get_given_lengths(kwargs)
+    if lengths is not None:
+        if mask.is_given and mask.segments is not None:
+            raise ValueError(f"{', '.join(_VARLEN)} and a padding mask; allowed: one of the two")
+    elif mask.segments is not None:
+        segments = mask.segments
         if segments.shape != (q.shape[0], seqlen_k) or segments.is_floating_point():
             raise ValueError(
                 f"attention_mask has shape {tuple(segments.shape)} and dtype {segments.dtype}; allowed: None, or 2-D "
                 f"{(q.shape[0], seqlen_k)} with 0 for padding"
             )
-        lengths: _Lengths | None = _once_per_forward(_from_segments, segments, seqlen_q)
-        return lengths
+        segments = segments.to(q.device)  # layers may be on different GPUs
+        if mask.causal:
+            lengths = _once_per_forward(_from_segments, segments, seqlen_q, has_window)
+        else:
+            lengths = _once_per_forward(_from_keys, segments, seqlen_q)
+    elif position_ids is not None and position_ids.ndim == 2 and mask.causal and not mask.is_given:
+        if seqlen_q == seqlen_k > 1:
+            lengths = _once_per_forward(_from_positions, position_ids, q.shape[0])
+    return lengths
+
+
+def _get_given_lengths(kwargs: dict[str, Any]) -> _Lengths | None:
     given = {name: kwargs[name] for name in _VARLEN if kwargs.get(name) is not None}
     if len(given) == len(_VARLEN):
         cu_seqlens_q, cu_seqlens_k, *longest = given.values()
         return _Lengths(None, None, cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32), *map(int, longest))
     if given:
         raise ValueError(f"{', '.join(given)} alone; allowed: all of {', '.join(_VARLEN)}, or none")
-    if position_ids is None or position_ids.ndim != 2 or seqlen_q != seqlen_k or seqlen_q == 1:
-        return None
-    lengths = _once_per_forward(_from_positions, position_ids, q.shape[0])
-    return lengths
+    return None
 
 
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (its version, extent, what was found)
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (its version, what was asked, what was found)
 
 
 # values of tensors decide what is run, which a graph cannot hold
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _once_per_forward(find: Callable[[Tensor, int], _Lengths | None], x: Tensor, extent: int) -> _Lengths | None:
-    """`find(x, extent)`, which reads values of `x` on the host, once for all layers that get the same tensor."""
+def _once_per_forward(find: Callable[..., _Lengths | None], x: Tensor, *arguments: int) -> Any:
+    """`find(x, *arguments)`, which reads values of `x` on the host, once for all layers that get the same tensor."""
     if x.is_inference():  # whose versions torch does not count
-        return find(x, extent)
+        return find(x, *arguments)
+    asked = x._version, find, arguments
     known = _known.get(x)  # type: ignore[no-untyped-call]
-    if known is None or known[:2] != (x._version, extent):
-        known = _known[x] = x._version, extent, find(x, extent)
-    found: _Lengths | None = known[2]
-    return found
+    if known is None or known[0] != asked:
+        known = _known[x] = asked, find(x, *arguments)
+    return known[1]
 
 
 def _from_positions(position_ids: Tensor, batch_size: int) -> _Lengths | None:
-    starts = position_ids.diff(dim=1) != 1
+    starts = position_ids[:, 1:] == 0
     if not starts.any():
         return None
     segments = torch.nn.functional.pad(starts.cumsum(dim=1), (1, 0)) + 1
-    return _from_segments(segments.expand(batch_size, -1), segments.shape[1])
+    return _from_segments(segments.expand(batch_size, -1), segments.shape[1], False)
 
 
-def _from_segments(segments: Tensor, seqlen_q: int) -> _Lengths | None:
-    # each row is one sequence: transformers calls that packed, too, while torch.compile traces it
-    if ((segments != 0) & (segments == segments[:, :1])).all():
+def _from_segments(segments: Tensor, seqlen_q: int, has_window: bool) -> _Lengths | None:
+    """Of causal attention, where queries are the last of the keys."""
+    if _is_whole(segments):  # transformers calls that packed, too, while torch.compile traces it
         return None
+    if has_window:
+        _refuse_holes(segments)
     if seqlen_q == segments.shape[1]:
         tokens, cu_seqlens, longest = _find_sequences(segments)
         return _Lengths(tokens, tokens, cu_seqlens, cu_seqlens, longest, longest)
     if segments.max() > 1:
         raise ValueError("attention_mask has packed sequences, and keys of a cache; allowed: one of the two")
-    sides = [_find_rows(side) for side in (segments[:, -seqlen_q:], segments)]  # queries are the last of the keys
-    (tokens_q, cu_seqlens_q, longest_q), (tokens_k, cu_seqlens_k, longest_k) = sides
+    tokens_q, cu_seqlens_q, longest_q = _find_rows(segments[:, -seqlen_q:])
+    tokens_k, cu_seqlens_k, longest_k = _find_rows(segments)
     return _Lengths(tokens_q, tokens_k, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+
+
+def _from_keys(segments: Tensor, seqlen_q: int) -> _Lengths | None:
+    """Of attention that is not causal: all queries see the keys that are no padding.
+
+    Queries may be other tokens than the keys, also if there are as many.
+    """
+    if _is_whole(segments):
+        return None
+    if segments.max() > 1:
+        raise ValueError("attention_mask has packed sequences, and no causal mask; allowed: one of the two")
+    tokens_k, cu_seqlens_k, longest_k = _find_rows(segments)
+    cu_seqlens_q = torch.arange(len(segments) + 1, dtype=torch.int32, device=segments.device) * seqlen_q
+    return _Lengths(None, tokens_k, cu_seqlens_q, cu_seqlens_k, seqlen_q, longest_k)
+
+
+def _is_whole(segments: Tensor) -> bool:
+    """Each row is one sequence without padding."""
+    return bool(((segments != 0) & (segments == segments[:, :1])).all())
+
+
+def _refuse_holes(segments: Tensor) -> None:
+    """A window counts the tokens that are left, but transformers the padding among them, too."""
+    tokens = segments.flatten().nonzero().squeeze(1)
+    rows, numbers = tokens // segments.shape[1], segments.flatten()[tokens]
+    holes = (tokens.diff() != 1) & (rows.diff() == 0) & (numbers.diff() == 0)
+    if holes.any():
+        row = int(rows[1:][holes][0])
+        raise ValueError(
+            f"attention_mask has padding between tokens of row {row}, and the layer has a sliding window; allowed: "
+            "padding before and behind the tokens of a row, or no window"
+        )
 
 
 _Sequences = tuple[Tensor | None, Tensor, int]  # tokens, cu_seqlens and the longest
