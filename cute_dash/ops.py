@@ -27,9 +27,10 @@ from cute_dash.check import check_value_object
 from cute_dash.device import on_device
 from cute_dash.naming import is_found_by_name
 from cute_dash.problem import ProblemShape
-from cute_dash.registry import missing_members
+from cute_dash.registry import find_loaded, missing_members
 from cute_dash.schedule import CompileTimeHandle, Schedule
 from cute_dash.sink import add_sink, get_sink_gradient
+from cute_dash.validation import SHIPPED_SCHEDULES
 
 _Op: TypeAlias = "torch._ops.OpOverload[..., Any]"
 _ALIGNMENT = 16  # bytes, of what TMA reads
@@ -127,7 +128,7 @@ class _Checked:
     Attributes:
         strides_fit: the strides of all tensors but the LSE and its gradient are such as TMA can read.
         has_pairs: there is a query and a key.
-        loaded: `validation.find_loaded` of the schedule's string at that time.
+        loaded: `registry.find_loaded` of the schedule's string at that time; None for what is shipped.
         plan: of the backward kernel, from the first launch on.
     """
 
@@ -159,7 +160,7 @@ def _check(
         check_tensors: takes `tensors`.
         tensors: all of the op, a LSE and its gradient or a sink last.
     """
-    loaded = validation.find_loaded(schedule)
+    loaded = None if schedule in SHIPPED_SCHEDULES else find_loaded(schedule)
     key = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), softmax_scale, causal, window_size, schedule)
     known = _checked.get(key)
     if known is not None and known.loaded is loaded:
@@ -228,7 +229,7 @@ def _check_varlen(
     shipped.
     """
     cu_seqlens, max_seqlens = lengths
-    loaded = validation.find_loaded(schedule)
+    loaded = None if schedule in SHIPPED_SCHEDULES else find_loaded(schedule)
     metadata = (*map(_get_metadata, tensors), *map(Tensor.stride, tensors), *map(_get_metadata, cu_seqlens))
     key = (*metadata, max_seqlens, softmax_scale, causal, window_size, schedule)
     checked = _checked_varlen.get(key)

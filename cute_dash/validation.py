@@ -31,8 +31,8 @@ TESTED_SCHEDULES = frozenset(
     ("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid", "unordered")
 )
 TESTED_SELECTORS = frozenset(("auto", "auto_invariant"))  # which choose among these
-_SHIPPED = TESTED_SCHEDULES | TESTED_SELECTORS
-_TESTED_MODULES = frozenset(f"schedules.{name}" for name in _SHIPPED)
+SHIPPED_SCHEDULES = TESTED_SCHEDULES | TESTED_SELECTORS  # looked at once in a process
+_TESTED_MODULES = frozenset(f"schedules.{name}" for name in SHIPPED_SCHEDULES)
 MAX_TILES = 2**30  # the kernel numbers tiles in 32 bits, and the sum of two numbers has to fit
 MAX_VARLEN_TILES = 2**23  # of a head: the kernel finds a sequence's statistics, 2**8 elements a tile, in 32 bits
 MAX_LENGTH = 2**31 - 1  # beyond every sequence, so no limit; larger numbers would not fit an op's schema
@@ -269,11 +269,6 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"q is on {device}, of compute capability {capability}; allowed: {_HOPPER} (Hopper)")
 
 
-def find_loaded(spec: str) -> object:
-    """`registry.find_loaded`; None for what is shipped, which is looked at once in a process."""
-    return None if spec in _SHIPPED else registry.find_loaded(spec)
-
-
 def resolve_schedule(
     spec: "str | Schedule", q: Tensor, k: Tensor, causal: bool, window_size: tuple[int, int] = (-1, -1)
 ) -> Schedule:
@@ -284,7 +279,7 @@ def resolve_schedule(
             the device has SMs (one CTA of the backward kernel fills an SM).
     """
     device_sms = num_sms(q.device.index) if q.device.type == "cuda" else None
-    if isinstance(spec, str) and spec not in _SHIPPED:
+    if isinstance(spec, str) and spec not in SHIPPED_SCHEDULES:
         spec = registry.load(spec)  # anew: a string may name another schedule by now
     return _resolve_for(spec, q.shape, k.shape, causal, window_size, device_sms)  # type: ignore[arg-type]  # a protocol cannot promise a hash
 
