@@ -848,8 +848,8 @@ def test_each_kernel_is_a_candidate_once():
 
 
 def test_a_selected_variant_does_not_take_the_name_of_the_registered_schedule():
-    (candidate,), _ = find_candidates(standard_cell(128, "full", 4096), ["auto"], [])
-    assert candidate.key.schedule == "longest_first@auto"  # all heads in one group
+    (candidate,), _ = find_candidates(standard_cell(128, "causal", 16384), ["auto_invariant"], [])
+    assert candidate.key.schedule == "longest_first@auto_invariant"  # all heads in one group
     (candidate,), _ = find_candidates(standard_cell(64, "causal", 2048), ["auto"], [])
     assert candidate.key.schedule == "hybrid"
 
