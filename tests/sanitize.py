@@ -303,6 +303,7 @@ def list_problems() -> list[Configuration]:
         replace(one, extents=replace(several, num_heads_kv=1), mask="local", varlen=True, dlse=True),
         replace(one, dlse=True),
         replace(one, head_dim=96),
+        replace(one, head_dim=192),
         replace(one, head_dim=192, head_dim_v=128),
         replace(one, head_dim=256, mask="full"),
     ]
