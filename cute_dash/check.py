@@ -109,7 +109,8 @@ def check(schedule: Schedule, shape: ProblemShape, resident_ctas: int | None = N
         TooManyStepsError: the shape has more than MAX_STEPS steps.
     """
     _check_size(shape)
-    check_value_object(schedule)
+    with _as_schedule_error(schedule):
+        check_value_object(schedule)
     selected = select(schedule, shape)
     with _as_schedule_error(selected):
         orders = _check_rules(selected, shape, resident_ctas)

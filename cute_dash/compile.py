@@ -321,11 +321,15 @@ def _store(key: CompileKey, compiled: Any) -> None:
         _progress(f"not cached in {folder}: {error}")
 
 
-@lru_cache
 def _fingerprint() -> str:
     """Sources of this package and of the schedules, the versions of what compiles them, and the processor."""
+    return _fingerprint_of(tuple(_packages()))  # of the folders that there are now: a process may add one
+
+
+@lru_cache
+def _fingerprint_of(packages: tuple[Path, ...]) -> str:
     digest = hashlib.sha256()
-    for package in _packages():
+    for package in packages:
         for path in sorted(package.rglob("*.py")):
             digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     compilers = sorted(

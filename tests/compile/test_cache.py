@@ -276,6 +276,13 @@ class Elsewhere(DenseSchedule):
     name = "elsewhere"
 
 
+def test_digest_differs_with_a_folder_of_schedules_that_a_process_adds_later(tmp_path, monkeypatch):
+    digest = KEY.digest()
+    (tmp_path / "late.py").write_text("LATE = 1\n")
+    monkeypatch.setattr(schedules, "__path__", [*schedules.__path__, str(tmp_path)])
+    assert KEY.digest() != digest
+
+
 def test_digest_differs_with_the_processor(tmp_path):
     """Its objects hold host code for the machine that compiled them."""
     path, digests = tmp_path / "cpuinfo", [KEY.digest()]
@@ -285,9 +292,9 @@ def test_digest_differs_with_the_processor(tmp_path):
         assert description == f"flags\t\t: {flags}"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compile_module, "_describe_processor", lambda description=description: description)
-            compile_module._fingerprint.cache_clear()
+            compile_module._fingerprint_of.cache_clear()
             digests.append(KEY.digest())
-    compile_module._fingerprint.cache_clear()
+    compile_module._fingerprint_of.cache_clear()
     assert len(set(digests)) == 3
     assert KEY.digest() == digests[0]
     assert compile_module._describe_processor(tmp_path / "nothing there") == platform.processor()

@@ -396,3 +396,13 @@ def test_is_quick():
     start = time.process_time()
     check(Hybrid(), shape)
     assert time.process_time() - start < 5
+
+
+class HasNoName(DenseSchedule):
+    @property
+    def name(self):
+        raise KeyError("boom")
+
+
+def test_a_name_that_raises_is_a_violation():
+    assert "KeyError" in find_violation(HasNoName(), ProblemShape(1, 1, 512, 512, 64, 128, causal=True))

@@ -18,7 +18,7 @@ from cute_dash import emulator, ops, registry, validation
 from cute_dash.check import ScheduleError, check_sample
 from cute_dash.ints import maximum, where
 from cute_dash.problem import ProblemShape, Window
-from cute_dash.schedule import DenseSchedule
+from cute_dash.schedule import DenseSchedule, SelectorRow
 from cute_dash.testing import random_inputs
 from schedules.hybrid import Hybrid
 from schedules.longest_first import LongestFirst
@@ -348,6 +348,13 @@ def test_a_schedule_of_ones_own_is_proven_before_it_runs(seqlen):
     with pytest.raises(ValueError, match="deadlock"):
         validation._resolve(Waits(), shape)
     assert validation._resolve(DenseElsewhere(), shape) == DenseElsewhere()
+
+
+def test_what_a_shipped_selector_selects_is_proven_too_if_it_is_not_shipped(monkeypatch):
+    auto = registry.load("auto")
+    monkeypatch.setattr(type(auto), "table", (SelectorRow("causal", None, Waits()),))
+    with pytest.raises(ValueError, match="deadlock"):
+        validation._resolve(auto, ProblemShape(4, 16, 512, 512, 64, 128, causal=True))
 
 
 @dataclass(frozen=True)
