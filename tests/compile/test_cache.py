@@ -329,8 +329,9 @@ def make_schedule(tmp_path, monkeypatch):
         return registry.load("cached")
 
     yield make
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    for name in set(sys.modules) - before:  # not the DSL, which cannot be loaded twice
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 SCHEDULE_SOURCE = """
