@@ -97,7 +97,7 @@ def attention(
     """
     _refuse_unsupported(dropout, kwargs)
     _check_extents(query, key, value)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
     if isinstance(attention_mask, Mask):
         mask = attention_mask
         _check_mask(mask, q.shape[1], k.shape[1], sliding_window)
@@ -119,6 +119,15 @@ def attention(
     out = flash_attn_func(q, k, v, **options)
     assert isinstance(out, Tensor)  # LSE was not asked for
     return out, None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast does for torch's attention: rotary embeddings leave q and k in fp32 there, beside a v of 16 bits."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x.to(dtype) for x in tensors)
 
 
 def _refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:

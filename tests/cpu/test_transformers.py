@@ -73,6 +73,20 @@ def test_logits_and_gradients_are_those_of_eager_attention(family):
     assert_as_eager(family, input_ids=make_tokens())
 
 
+@MODELS
+def test_autocast_has_one_dtype_for_the_attention_of_weights_in_fp32(family):
+    """Rotary embeddings leave q and k in fp32, beside a v in bf16."""
+    tokens, losses = make_tokens(), []
+    for implementation in ("cute_dash", "eager"):
+        model = make_model(family, implementation)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+
+
 @pytest.mark.parametrize("head_dim", [40, 96, 256])
 def test_any_head_dim(head_dim):
     assert_as_eager("llama", dict(head_dim=head_dim), input_ids=make_tokens())
