@@ -20,7 +20,6 @@ import torch
 import transformers
 from packaging.version import Version  # transformers needs it, too
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from cute_dash.integrations import TRANSFORMERS_MIN_VERSION
 from cute_dash.interface import flash_attn_func, flash_attn_varlen_func
@@ -219,6 +218,7 @@ class Mask:
         self.extents = extents
         self.sliding_window = sliding_window
         self.is_given = is_given
+        self.found: dict[Any, tuple[Tensor, _Lengths | None]] = {}  # see `_once_per_forward`
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(_describe_misuse(name))  # no other error: hasattr has to say no
@@ -406,12 +406,12 @@ def _get_lengths(
             )
         segments = segments.to(q.device)  # layers may be on different GPUs
         if mask.causal:
-            lengths = _once_per_forward(_from_segments, segments, seqlen_q, has_window)
+            lengths = _once_per_forward(mask, _from_segments, segments, seqlen_q, has_window)
         else:
-            lengths = _once_per_forward(_from_keys, segments, seqlen_q)
+            lengths = _once_per_forward(mask, _from_keys, segments, seqlen_q)
     elif position_ids is not None and position_ids.ndim == 2 and mask.causal and not mask.is_given:
         if seqlen_q == seqlen_k > 1:
-            lengths = _once_per_forward(_from_positions, position_ids, q.shape[0])
+            lengths = _once_per_forward(mask, _from_positions, position_ids, q.shape[0])
     return lengths
 
 
@@ -425,20 +425,18 @@ def _get_given_lengths(kwargs: dict[str, Any]) -> _Lengths | None:
     return None
 
 
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (its version, what was asked, what was found)
-
-
 # values of tensors decide what is run, which a graph cannot hold
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _once_per_forward(find: Callable[..., _Lengths | None], x: Tensor, *arguments: int) -> Any:
-    """`find(x, *arguments)`, which reads values of `x` on the host, once for all layers that get the same tensor."""
-    if x.is_inference():  # whose versions torch does not count
-        return find(x, *arguments)
-    asked = x._version, find, arguments
-    known = _known.get(x)  # type: ignore[no-untyped-call]
-    if known is None or known[0] != asked:
-        known = _known[x] = asked, find(x, *arguments)
-    return known[1]
+def _once_per_forward(mask: Mask, find: Callable[..., _Lengths | None], x: Tensor, *arguments: int) -> Any:
+    """`find(x, *arguments)`, which reads values of `x` on the host, once for all layers that get the same mask.
+
+    Kept with the mask, which is made anew in each forward pass. A tensor may be the same in the next one, with other
+    values and no new version, where a CUDA graph wrote it.
+    """
+    asked = find, id(x), arguments
+    if asked not in mask.found:
+        mask.found[asked] = x, find(x, *arguments)  # with x, so that no other has its id
+    return mask.found[asked][1]
 
 
 def _from_positions(position_ids: Tensor, batch_size: int) -> _Lengths | None:

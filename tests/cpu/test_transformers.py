@@ -73,6 +73,26 @@ def test_logits_and_gradients_are_those_of_eager_attention(family):
     assert_as_eager(family, input_ids=make_tokens())
 
 
+def test_padding_is_read_anew_in_each_forward_pass():
+    """A CUDA graph writes other values into the same tensor, and no version tells."""
+    q, k, v = torch.randn(3, 2, 2, 24, 64)
+    segments, layer = torch.ones(2, 24, dtype=torch.int32), torch.nn.Module()
+    segments[0, 14:] = 0
+
+    def run_once(segments):
+        mask = integration.Mask(segments, True, (24, 24), is_given=True)
+        first, second = (integration.attention(layer, q, k, v, mask)[0] for _ in range(2))
+        assert_bitwise_equal(first, second, "of another layer")
+        return first
+
+    before, version = run_once(segments), segments._version
+    segments.data.copy_(segments.flip(0))
+    assert segments._version == version
+    after = run_once(segments)
+    assert not torch.equal(before, after)
+    assert_bitwise_equal(after, run_once(segments.clone()), "out")
+
+
 @MODELS
 def test_autocast_has_one_dtype_for_the_attention_of_weights_in_fp32(family):
     """Rotary embeddings leave q and k in fp32, beside a v in bf16."""
