@@ -27,9 +27,8 @@ from bench.implementations import (
 from bench.results import FAILED, REGIMES, Results, check_same_environment, merge
 from bench.timing import BurstPlan
 from cute_dash import registry
-from cute_dash.check import ScheduleError
 from cute_dash.config import ALLOWED_HEAD_DIMS, SUPPORTED_HEAD_DIMS, UNEQUAL_HEAD_DIMS
-from cute_dash.registry import ScheduleFileError, ShadowedPackageError
+from cute_dash.registry import SCHEDULE_FAULTS
 
 if TYPE_CHECKING:
     from bench.runner import Run
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m bench") -> in
         if args.host:
             return _host()
         run = _set_up(args, argv, started_s)
-    except (NothingRecorded, ScheduleError, ScheduleFileError, ShadowedPackageError) as error:
+    except (NothingRecorded, *SCHEDULE_FAULTS) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     except (ValueError, ImportError, OSError) as error:

@@ -537,10 +537,11 @@ def _check_repeatable(schedule: Schedule, shape: ProblemShape, orders: list[Tile
 
 def _check_promises(schedules: Sequence[Schedule], shape: ProblemShape, orders: Sequence[TileOrder]) -> None:
     """Of a selected schedule and its selector each may say that it is batch invariant; they may be one."""
+    longest = dataclasses.replace(shape, batch=1)
     for schedule in dict.fromkeys(schedules):
-        if schedule.batch_invariant:
-            _check_batch_invariant(schedule, shape, orders)
-        longest = dataclasses.replace(shape, batch=1)
+        if not schedule.batch_invariant:
+            continue
+        _check_batch_invariant(schedule, shape, orders)
         if isinstance(schedule, SelectingSchedule) and _selects_varlen(schedule, longest):
             check_selection_by_length(schedule, longest)
 

@@ -36,7 +36,7 @@ from cute_dash.config import (
     get_config,
 )
 from cute_dash.problem import MASKS, ProblemShape, normalize_mask
-from cute_dash.registry import ScheduleFileError, ShadowedPackageError, UnsupportedShapeError
+from cute_dash.registry import SCHEDULE_FAULTS, UnsupportedShapeError
 from cute_dash.schedule import Schedule, needs_one_cta
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _guarded(command: Callable[[], int]) -> int:
     except (UsageError, TooManyStepsError) as error:
         print(f"cute-dash: {error}", file=sys.stderr)
         return USAGE
-    except (ScheduleError, ScheduleFileError, ShadowedPackageError) as error:
+    except SCHEDULE_FAULTS as error:
         print(f"cute-dash: {error}", file=sys.stderr)
         return FAILED
     except BrokenPipeError:  # the reader of a pipe has seen enough, as in `cute-dash schedules | head -1`
@@ -421,7 +421,8 @@ def _first_line(schedule: Schedule) -> str:
 
 def _check(args: argparse.Namespace) -> int:
     shape = _shape(args)
-    given, schedule = _load(args.schedule), _resolve(args.schedule, shape)
+    given = _load(args.schedule)
+    schedule = _resolve(given, shape)
     with _saying_if_slow(f"checking {schedule.name} for {_describe(shape)}"):
         violation = find_violation(given, shape, args.resident)
     if args.json:
@@ -710,7 +711,7 @@ def _verify_bits(args: argparse.Namespace) -> int:
                 report = verify.run_emulator(selection, args.minutes, _progress)
         else:
             report = verify_gpu.run(selection, args.minutes, _progress)
-    except (ScheduleError, ScheduleFileError):
+    except SCHEDULE_FAULTS:
         raise  # the schedule is at fault, not the options
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
@@ -773,18 +774,18 @@ def _describe_limits(findings: "Sequence[Finding]") -> str:
 # Shared by the commands
 
 
-def _load(spec: str) -> Schedule:
+def _load(spec: str | Schedule) -> Schedule:
     from cute_dash import registry
 
     try:
         return registry.load(spec)
-    except (ScheduleError, ScheduleFileError):
+    except SCHEDULE_FAULTS:
         raise  # the schedule is at fault, not who names it
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def _resolve(spec: str, shape: ProblemShape) -> Schedule:
+def _resolve(spec: str | Schedule, shape: ProblemShape) -> Schedule:
     """The concrete schedule that `spec` means for this shape."""
     from cute_dash import registry
 

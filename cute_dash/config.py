@@ -18,6 +18,7 @@ TILE_HEAD_DIMS = (64, 96, 128, 192, 256)  # the others are padded to the next on
 TUNED_HEAD_DIMS = (64, 128)  # the measured ones, which tools take by default
 STATS_COLUMNS = 8  # bf16 values per query of the statistics operand: 16 bytes, one row of a wgmma core matrix
 NUM_DS_STAGES = 2  # dS of one step is written while that of the step before is read; see `num_dS_stages`
+CLAIM_LOOKAHEAD = 2  # contributors: behind so many at most a turn comes soon, see `publish_claim` of the kernel
 NUM_WORK_STAGES = 4  # claimed work tiles in shared memory: that many the fastest warp may be ahead of the slowest
 REGISTERS_PER_LANE = 504  # of the warpgroups together: a CTA of 384 threads starts with 168 for each
 NUM_MMA_WARPGROUPS = 2

@@ -34,6 +34,9 @@ class ScheduleFileError(ValueError):
     """A module that should define a schedule does not; the message names the file and the error."""
 
 
+SCHEDULE_FAULTS = (ScheduleError, ScheduleFileError, ShadowedPackageError)  # not of who names the schedule
+
+
 class UnsupportedShapeError(ValueError):
     """A schedule cannot order a shape.
 

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from typing import NamedTuple
 
-from cute_dash.config import NUM_MMA_WARPGROUPS, NUM_WORK_STAGES
+from cute_dash.config import CLAIM_LOOKAHEAD, NUM_MMA_WARPGROUPS, NUM_WORK_STAGES
 from cute_dash.kernels.roles import NUM_WORKING_PRODUCER_WARPS
 from tests.sm_model import Buffer, BulkGroup, Mbarrier, NamedBarrier, Ring, Tasks, check, copy_in, ready
 
@@ -221,7 +221,7 @@ class Cta:
         self.kernel.num_steps_left -= 1
 
     def comes_soon(self, turn):
-        return turn.lock_value is None or self.kernel.semaphores[turn.dQ_tile] >= turn.lock_value - 2
+        return turn.lock_value is None or self.kernel.semaphores[turn.dQ_tile] >= turn.lock_value - CLAIM_LOOKAHEAD
 
     def wait_turn(self, turn):
         if turn.lock_value is not None:

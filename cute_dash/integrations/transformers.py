@@ -320,28 +320,32 @@ def _check_alignment(q_length: int, kv_length: int, q_offset: int, kv_offset: in
 
 def _describe(x: Any) -> Any:
     """The structure of a mask function: which functions it is made of, but not the values that they hold."""
+    parts = tuple(map(_describe, _list_parts(x)))
     if isinstance(x, tuple):
-        return tuple(_describe(item) for item in x)
-    if not callable(x) or isinstance(x, Tensor):
+        return parts
+    if not _is_function(x):
         return None
-    cells = getattr(x, "__closure__", None) or ()
-    return (
-        getattr(x, "__module__", None),
-        getattr(x, "__qualname__", x),
-        *(_describe(cell.cell_contents) for cell in cells),
-    )
+    return getattr(x, "__module__", None), getattr(x, "__qualname__", x), *parts
 
 
 def _list_ints(x: Any) -> Iterator[int]:
     """Which a mask function holds: the window, in those that attention here can honour."""
     if isinstance(x, int):
         yield x
-    elif isinstance(x, tuple):
-        for item in x:
-            yield from _list_ints(item)
-    elif callable(x) and not isinstance(x, Tensor):
-        for cell in getattr(x, "__closure__", None) or ():
-            yield from _list_ints(cell.cell_contents)
+    for part in _list_parts(x):
+        yield from _list_ints(part)
+
+
+def _list_parts(x: Any) -> tuple[Any, ...]:
+    """What a tuple holds, or the closure of a function."""
+    if isinstance(x, tuple):
+        return x
+    cells = (getattr(x, "__closure__", None) or ()) if _is_function(x) else ()
+    return tuple(cell.cell_contents for cell in cells)
+
+
+def _is_function(x: Any) -> bool:
+    return callable(x) and not isinstance(x, Tensor)
 
 
 def _list_structures() -> tuple[list[Any], list[Any]]:

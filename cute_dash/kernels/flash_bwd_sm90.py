@@ -69,7 +69,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_dash.config import NUM_WORK_STAGES, BwdConfig
+from cute_dash.config import CLAIM_LOOKAHEAD, NUM_WORK_STAGES, BwdConfig
 from cute_dash.ints import maximum, minimum, where
 from cute_dash.kernels import debug, mask, semaphore, varlen, wgmma
 from cute_dash.kernels.bundles import Gmem, QTile, Rings, Smem, TmaAtoms, map_rows
@@ -609,10 +609,10 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def comes_soon(self, gmem: Gmem, extents: Extents, q_tile: QTile, turn: Turn) -> Boolean:
-        """Whether at most two contributors are before this one on dQ tile `q_tile`; without an order, none is."""
+        """Whether at most CLAIM_LOOKAHEAD contributors are before this one on dQ tile `q_tile`; unordered, none is."""
         if const_expr(not self.schedule.ordered):
             return Boolean(True)
-        return semaphore.peek(self.semaphore_of(gmem, extents, q_tile)) >= turn.lock_value - 2
+        return semaphore.peek(self.semaphore_of(gmem, extents, q_tile)) >= turn.lock_value - CLAIM_LOOKAHEAD
 
     @cute.jit
     def wait_turn(self, gmem: Gmem, extents: Extents, q_tile: QTile, tile: WorkTile, lock_value: Int32):

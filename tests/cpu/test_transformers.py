@@ -61,11 +61,14 @@ def run(model, **inputs):
 
 def assert_as_eager(family, changes=None, **inputs):
     changes = changes or {}
-    logits, grads = run(make_model(family, **changes), **inputs)
-    expected_logits, expected_grads = run(make_model(family, "eager", **changes), **inputs)
-    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
-    for grad, expected in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-4)
+    assert_close(*(run(make_model(family, name, **changes), **inputs) for name in ("cute_dash", "eager")))
+
+
+def assert_close(actual, expected):
+    """Of logits and gradients."""
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-4, atol=1e-4)
+    for grad, expected_grad in zip(actual[1], expected[1], strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-3, atol=1e-4)
 
 
 @MODELS
@@ -454,12 +457,15 @@ SEQ2SEQ = dict(
 )
 
 
-def run_seq2seq(family, implementation, **inputs):
+def make_seq2seq(family, implementation):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **SEQ2SEQ)
-    model = transformers.AutoModelForSeq2SeqLM.from_config(
-        config, attn_implementation=implementation, dtype=torch.float32
-    )
+    options = dict(attn_implementation=implementation, dtype=torch.float32)
+    return transformers.AutoModelForSeq2SeqLM.from_config(config, **options)
+
+
+def run_seq2seq(family, implementation, **inputs):
+    model = make_seq2seq(family, implementation)
     logits = model(**inputs).logits
     (logits.square().sum() / 100).backward()
     return logits.detach(), [p.grad for p in model.parameters() if p.grad is not None]
@@ -474,17 +480,11 @@ def test_cross_attention_over_a_padded_encoder(family, seqlen):
         attention_mask=make_padding("right", (6, 20), seqlen=20),
         decoder_input_ids=make_tokens(seqlen=seqlen),
     )
-    logits, grads = run_seq2seq(family, "cute_dash", **inputs)
-    expected_logits, expected_grads = run_seq2seq(family, "eager", **inputs)
-    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
-    for grad, expected in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-4)
+    assert_close(*(run_seq2seq(family, name, **inputs) for name in ("cute_dash", "eager")))
 
 
 def test_generation_over_a_padded_encoder():
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model("bart", **SEQ2SEQ)
-    model = transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
+    model = make_seq2seq("bart", "cute_dash")
     options = dict(max_new_tokens=6, do_sample=False, attention_mask=make_padding("right", (6, 20), seqlen=20))
     tokens = []
     for implementation in ("cute_dash", "eager"):
