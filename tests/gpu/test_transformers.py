@@ -109,8 +109,14 @@ def test_a_compiled_model_trains_twice_to_the_same_bits(strict):
 
 
 def get_gradients(model, inputs):
-    (model(**inputs).logits.square().sum() / 1000).backward()
-    return {name: weight.grad for name, weight in model.named_parameters()}
+    """Of a function of the logits of all tokens that are no padding."""
+    logits = model(**inputs).logits
+    if "attention_mask" in inputs:
+        logits = logits * inputs["attention_mask"][..., None]
+    (logits.square().sum() / 1000).backward()
+    grads = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    return grads
 
 
 @CASES
@@ -122,3 +128,27 @@ def test_gradients_are_those_of_eager_attention(family, changes, packed):
     ours = get_gradients(make_model(family, changes), inputs)
     for name, grad in ours.items():
         assert relative_error(grad, ref[name]) <= 2 * relative_error(eager[name], ref[name]), name
+
+
+def make_padded_inputs(lengths):
+    inputs = make_inputs(packed=False)
+    mask = torch.arange(SEQLEN, device=DEVICE)[None] < torch.tensor(lengths, device=DEVICE)[:, None]
+    return inputs | dict(attention_mask=mask.long())
+
+
+def test_cuda_graphs_of_a_compiled_model_see_the_padding_of_each_batch():
+    """A graph that is replayed finds the masks of all batches in the same memory."""
+    pytest.importorskip("triton")
+    models = {
+        "ref": make_model("llama", GROUPED, "eager").float(),
+        "eager": make_model("llama", GROUPED, "eager"),
+        "ours": make_model("llama", GROUPED),
+    }
+    models["ours"].compile(mode="reduce-overhead")
+    for lengths in ((640, 500), (129, 640), (640, 640), (640, 500), (17, 1)):
+        inputs = make_padded_inputs(lengths)
+        torch.compiler.cudagraph_mark_step_begin()
+        grads = {name: get_gradients(model, inputs) for name, model in models.items()}
+        for name, ref in grads["ref"].items():
+            bound = 2 * relative_error(grads["eager"][name], ref)
+            assert relative_error(grads["ours"][name], ref) <= bound, (lengths, name)
