@@ -129,17 +129,21 @@ def fill_free_memory(sizes: Sequence[int], byte: int) -> set[int]:
 
 
 def busy_neighbour(subject: Subject, num_runs: int) -> Iterator[Sample]:
-    """Matmuls run on another stream; held: they were still running when the gradients were complete."""
+    """Matmuls run on another stream; held: they were still running when the gradients were complete.
+
+    They are a graph: launched one by one they might end as fast as a slow host launches them.
+    """
     a = torch.randn(2048, 2048, dtype=torch.bfloat16, device="cuda")
-    product = torch.empty_like(a)
-    neighbour = torch.cuda.Stream()
-    neighbour.wait_stream(torch.cuda.current_stream())
+    product = torch.mm(a, a)  # the set-up of the library, which cannot be recorded
+    neighbour, matmuls = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     # a matmul takes at least 20 us and the backward, beside it, may take several times as long as alone
     num_matmuls = min(4 + int(4 * _measure_ms(subject) / 0.02), 2000)
+    with torch.cuda.graph(matmuls, stream=neighbour):
+        for _ in range(num_matmuls):
+            torch.mm(a, a, out=product)
     for _ in range(num_runs):
         with torch.cuda.stream(neighbour):
-            for _ in range(num_matmuls):
-                torch.mm(a, a, out=product)
+            matmuls.replay()
             done = torch.cuda.Event()
             done.record()
         gradients = subject.backward()

@@ -112,6 +112,10 @@ CHAINS = (
     Chain("sStats", "sync_warp"),
 )
 
+_HANDED_ON = (
+    "before it arrives at dQFull; the store warp of the step waits there, sends and arrives at dQFree, where the other "
+    "one waits before it loads the sum: two named barriers in a row"
+)
 _STORE_DQ = (WarpRole.STORE_DQ_EVEN.name, WarpRole.STORE_DQ_ODD.name)
 
 
@@ -131,13 +135,8 @@ EXPLANATIONS = {
         "an MMA thread reads it before it arrives at dQFull; the store warp of the step waits there, sends and arrives "
         "at dQFree, where the other store warp waits before it writes: two named barriers in a row",
     ),
-    **_after_mma(
-        "WAW",
-        "sdQ",
-        _STORE_DQ,
-        "an MMA thread stages its part before it arrives at dQFull; the store warp of the step waits there, sends and "
-        "arrives at dQFree, where the other one waits before it loads the sum: two named barriers in a row",
-    ),
+    **_after_mma("WAW", "sdQ", _STORE_DQ, f"an MMA thread stages its part {_HANDED_ON}"),
+    **_after_mma("WAR", "sdQ", _STORE_DQ, f"an MMA thread reads the sum so far {_HANDED_ON}"),
     **_after_mma(
         "WAR",
         "sStats",

@@ -149,7 +149,7 @@ def test_explanations_are_of_tools_and_have_reasons_and_controls():
     for finding, reason in EXPLANATIONS.items():
         assert finding.tool in sanitize.TOOLS and len(reason.split()) > 5
         assert {f"{finding.buffer} {form}" for form in ("whole", "direct", "broken")} <= names
-    assert len(EXPLANATIONS) == 10  # two warpgroups, and two store warps for sDuty and sdQ
+    assert len(EXPLANATIONS) == 14  # two warpgroups; two store warps for sDuty and, of two kinds, sdQ
 
 
 def test_chains_are_reported_with_what_they_are():

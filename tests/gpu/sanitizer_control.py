@@ -60,7 +60,7 @@ class Chain:
     `buffer` says whose order it is:
 
         sDuty   users read  -> FULL -> MIDDLE -> FREE -> FILLER writes           named barriers, partly arrived at
-        sdQ     users write -> FULL -> MIDDLE -> FREE -> FILLER copies in bulk
+        sdQ     half of the users read, the others write -> FULL -> MIDDLE -> FREE -> FILLER copies in bulk
         sStats  users read  -> USED, all of them -> one lane per warp arrives -> FILLER copies in bulk    an mbarrier
 
     and `form` what of it there is:
@@ -77,7 +77,7 @@ class Chain:
     def __init__(self, buffer: str, form: str):
         self.form = form
         self.by_mbarrier = buffer == "sStats"
-        self.users_write = buffer == "sdQ"
+        self.half_write = buffer == "sdQ"
         self.fills_in_bulk = buffer != "sDuty"
 
     @cute.jit
@@ -156,12 +156,13 @@ class Chain:
             ring.wait_full(it)
         else:
             cute.arch.barrier(barrier_id=EMPTY, number_of_threads=WARPGROUP_THREADS + WARP_THREADS)
-        if const_expr(self.users_write):
-            sX[element] = Float32(it)
+        if const_expr(self.half_write):
+            if element % 2 == 1:
+                sX[element] = Float32(it)
+            else:
+                self.read(mX, sX, element)
         else:
-            value = sX[element]
-            if value < 0.0:
-                mX[element] = value  # never, which the compiler does not know: it would not load
+            self.read(mX, sX, element)
         if const_expr(self.fills_in_bulk):
             cute.arch.fence_view_async_shared()
         wait_by_clock(not behind_users, DELAY_NS)
@@ -175,6 +176,12 @@ class Chain:
             if const_expr(self.form == "sync_warp"):
                 cute.arch.sync_warp()
             ring.arrive_empty(it)
+
+    @cute.jit
+    def read(self, mX: cute.Tensor, sX: cute.Tensor, element: Int32):
+        value = sX[element]
+        if value < 0.0:
+            mX[element] = value  # never, which the compiler does not know: it would not load
 
     def wait_for_users(self, behind_users: Boolean):
         wait_by_clock(behind_users, DELAY_NS)
