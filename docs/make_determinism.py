@@ -63,7 +63,7 @@ def _describe_proof(report: dict[str, Any]) -> str:
         f"`cute-dash verify-bits`, {len(report['rows'])} configurations, {report['seconds']:.0f} s; "
         f"{_describe_environment(report)}:\n\n"
         f"{table}\n\nThe control `unordered` changed its bits in {len(differed)} of {len(controls)} configurations"
-        + (f", after {min(differed)} to {max(differed)} runs." if differed else ".")
+        + (f", within {max(differed)} run{'s' * (max(differed) > 1)}." if differed else ".")
     )
 
 
