@@ -64,8 +64,6 @@ class BwdConfig:
     prefetch_KV: bool = False
     skip_hidden_keys: bool = False
     K_in_regs: bool = False
-    old_dKV: bool = False
-    pre_reversed: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
@@ -226,10 +224,7 @@ class BwdConfig:
     @property
     def dS_size(self) -> int:
         """16-bit elements of the stages of dS."""
-        dS = self.num_dS_stages * self.tile_m * self.tile_n
-        if self.old_dKV:
-            return max(dS, self.tile_n * (self.head_dim_padded + self.head_dim_v_padded))
-        return dS
+        return self.num_dS_stages * self.tile_m * self.tile_n
 
     @property
     def dV_through_dS(self) -> bool:
@@ -239,7 +234,7 @@ class BwdConfig:
     @property
     def dKV_size(self) -> int:
         """16-bit elements of the memory that only dK and dV have, or dK alone, on their way out."""
-        if not self.prefetch_KV or self.old_dKV:
+        if not self.prefetch_KV:
             return 0
         return self.tile_n * (self.head_dim_padded + (0 if self.dV_through_dS else self.head_dim_v_padded))
 

@@ -23,7 +23,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -54,11 +53,11 @@ from cute_dash.verify_gpu import Watchdog, fill_free_memory, list_allocations
 from tests.processes import Ended, Program, run_all
 from tests.sink_gradient import check_sink_gradient
 
-ROOT = Path(__file__).parents[1]
 BUDGET = 2.0  # times the error of fp64 with the unavoidable roundings
 FILLS = (0xFF, 0x7F)  # NaN; 3.4e38
 EDGES = (1, 2, 3, 63, 64, 65, 79, 80, 81, 127, 128, 129, 159, 160, 161, 255, 256, 257, 383, 384, 385, 640, 1024)
 STUCK_S = 180.0
+WARM_S = 900.0  # in which a process must have compiled its part of the kernels
 PROGRESS = "progress "  # begins a line of a process that runs a part of the cases; others are not for its parent
 
 
@@ -778,10 +777,10 @@ def interleaved_varlen_backward(case: Case, x: Inputs) -> tuple[torch.Tensor, ..
 def warm(num_processes: int) -> None:
     """Compiles the kernels of all keys into the cache on disk, in several processes at once."""
     parts = [
-        subprocess.Popen([sys.executable, "-m", "tests.fuzz", "--warm", f"{part}/{num_processes}"], cwd=ROOT)
+        Program((sys.executable, "-m", "tests.fuzz", "--warm", f"{part}/{num_processes}"), Path(os.devnull))
         for part in range(num_processes)
     ]
-    if any(part.wait() for part in parts):
+    if any(ended.status != 0 for ended in run_all(parts, num_processes, WARM_S)):
         raise RuntimeError("a process that compiles kernels failed")
 
 

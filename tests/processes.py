@@ -4,9 +4,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,20 +50,34 @@ def run_all(programs: Sequence[Program], num_at_once: int, silence_s: float) -> 
         How each of `programs` ended.
     """
     waiting, running, ended = deque(enumerate(programs)), dict[int, _Running](), dict[int, Ended]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < num_at_once:
-                index, program = waiting.popleft()
-                running[index] = _Running(program)
-            for index, process in list(running.items()):
-                if end := process.poll(silence_s):
-                    ended[index] = end
-                    del running[index]
-            time.sleep(POLL_S)
-    finally:  # nothing may stay on the GPU when this process is interrupted
-        for process in running.values():
-            process.kill()
+    with _exit_when_terminated():
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_at_once:
+                    index, program = waiting.popleft()
+                    running[index] = _Running(program)
+                for index, process in list(running.items()):
+                    if end := process.poll(silence_s):
+                        ended[index] = end
+                        del running[index]
+                time.sleep(POLL_S)
+        finally:  # nothing may stay on the GPU when this process is interrupted
+            for process in running.values():
+                process.kill()
     return [ended[index] for index in range(len(programs))]
+
+
+@contextlib.contextmanager
+def _exit_when_terminated() -> Iterator[None]:
+    """SIGTERM, which `timeout` sends, raises SystemExit: by default it ends a process without its `finally`."""
+    if threading.current_thread() is not threading.main_thread():  # the only one that may say what a signal does
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Running:

@@ -60,8 +60,6 @@ class FlashAttentionBackwardPreprocess:
         block_idx = cute.arch.block_idx()[0]
         num_m_blocks = gmem.mSemaphore.shape[0]
         num_heads = gmem.mO.shape[2]
-        if const_expr(self.config.pre_reversed):
-            block_idx = cute.arch.grid_dim()[0] - 1 - block_idx
         stream = block_idx // num_m_blocks
         m_block = block_idx - stream * num_m_blocks
         batch_idx = stream // num_heads

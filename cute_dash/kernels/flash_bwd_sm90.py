@@ -225,8 +225,8 @@ class FlashAttentionBackwardSm90:
             sV: tile(element, config.tile_n * config.head_dim_v_padded)
             sdS: tile(element, config.dS_size)
             sP: tile(element, config.P_size)
-            sdKV: tile(element, config.dKV_size)
             sdQ: tile(Float32, config.tile_m * config.head_dim_padded)
+            sdKV: tile(element, config.dKV_size)
 
         return SharedStorage
 
@@ -281,11 +281,7 @@ class FlashAttentionBackwardSm90:
         sK = storage.sK.get_tensor(layouts.K.outer, swizzle=layouts.K.inner)
         sV = storage.sV.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
         sdK, sdV, sP, sOnes = sK, sV, None, None
-        if config.old_dKV:
-            sdV = storage.sdS.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
-            sdK = storage.sdS.get_tensor(layouts.K.outer, swizzle=layouts.K.inner)
-            sdK = cute.make_tensor(sdK.iterator + config.tile_n * config.head_dim_v_padded, sdK.layout)
-        elif config.prefetch_KV:
+        if config.prefetch_KV:
             sdK = storage.sdKV.get_tensor(layouts.K.outer, swizzle=layouts.K.inner)
             memory_dV = storage.sdS if config.dV_through_dS else storage.sdKV
             sdV = memory_dV.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
@@ -738,8 +734,6 @@ class FlashAttentionBackwardSm90:
             acc_dV.fill(0.0)
             if const_expr(self.config.local):
                 rings.KV.wait_full(work_it)
-            if const_expr(self.config.old_dKV):
-                self.wait_dKV_sent()
             if const_expr(self.config.K_in_regs):
                 if num_steps > 0:
                     rings.Q.wait_full(it)
@@ -1035,7 +1029,7 @@ class FlashAttentionBackwardSm90:
         tiles = wgmma.get_tiles(self.config)
         gdK = cute.local_tile(gmem.mdK[None, None, tile.head_idx, tile.batch_idx], tiles.K, (tile.n_block, 0))
         gdV = cute.local_tile(gmem.mdV[None, None, tile.head_idx, tile.batch_idx], tiles.V, (tile.n_block, 0))
-        if const_expr(self.config.prefetch_KV and not self.config.old_dKV):
+        if const_expr(self.config.prefetch_KV):
             self.wait_dKV_sent()  # those of the work tile before
         # every warpgroup has read sK, sV and sdS for the last time
         self.sync_epilogue()
@@ -1045,17 +1039,15 @@ class FlashAttentionBackwardSm90:
         # n_block is no less than 0, which the compiler does not know, as in `finish_piece`
         tidx = context.tidx + minimum(tile.n_block, 0)
         self.write_gradient(context.gemm_dV, acc_dV, smem.sdV, tidx)
-        if const_expr(self.config.dV_through_dS and not self.config.old_dKV):
+        if const_expr(self.config.dV_through_dS):
             # on its way while dK is written, so that the next step finds sdS free
             self.sync_gradient()
             self.store_gradient(atoms.dV, smem.sdV, gdV)
-        if const_expr(self.config.old_dKV):
-            cute.arch.fence_view_async_shared()
         self.write_gradient(context.gemm_dK, acc_dK, smem.sdK, tidx)
-        if const_expr(self.config.dV_through_dS and not self.config.old_dKV):
+        if const_expr(self.config.dV_through_dS):
             self.wait_dKV_sent()
         self.sync_gradient()
-        if const_expr(not self.config.dV_through_dS or self.config.old_dKV):
+        if const_expr(not self.config.dV_through_dS):
             self.store_gradient(atoms.dV, smem.sdV, gdV)
         self.store_gradient(atoms.dK, smem.sdK, gdK)
         if const_expr(not self.config.prefetch_KV):
@@ -1068,8 +1060,6 @@ class FlashAttentionBackwardSm90:
         """Waits until dK and dV, as far as stored, have left shared memory; only the warp that has stored them does."""
         if self.is_first_mma_warp():
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if const_expr(self.config.old_dKV):
-            self.sync_epilogue()
 
     def write_gradient(self, gemm: Gemm, acc: cute.Tensor, sdX: cute.Tensor, tidx: Int32):
         """Rounds this thread's part of dK or dV into shared memory."""

@@ -303,7 +303,7 @@ def test_K_in_registers():
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_K_and_V_load_while_dK_and_dV_leave(head_dim):
-    """As much is loaded and stored as without; where dV leaves through the memory of dS, behind a barrier of its own."""
+    """As much is loaded and stored as without; one more barrier where dV leaves through the memory of dS."""
     shipped = get_config(head_dim, True)
     assert shipped.prefetch_KV
     main, other = (

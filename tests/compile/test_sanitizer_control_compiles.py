@@ -31,7 +31,7 @@ def test_chain_has_its_accesses_and_barriers(chain):
     assert kernel.count("BAR.SYNC") - 1 == WAITS[chain.buffer][chain.form]
     assert kernel.count("BAR.ARV") == (0 if chain.buffer == "sStats" else ARRIVALS[chain.form])
     assert kernel.count("UBLKCP") == (chain.buffer != "sDuty")
-    assert (kernel.count("LDS"), kernel.count("STS")) == {"sDuty": (1, 4), "sdQ": (0, 1), "sStats": (1, 0)}[
+    assert (kernel.count("LDS"), kernel.count("STS")) == {"sDuty": (1, 4), "sdQ": (1, 1), "sStats": (1, 0)}[
         chain.buffer
     ]
     assert kernel.frame_bytes == 0

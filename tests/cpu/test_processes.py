@@ -1,13 +1,14 @@
 """Programs side by side: how they end, together and alone."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.processes import Program, run_all
+from tests.processes import ROOT, Program, run_all
 
 
 @pytest.fixture
@@ -65,6 +66,23 @@ def test_an_interrupted_run_leaves_nobody_behind(make_program, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         run_all([make_program("begun", "import os, time; print(os.getpid()); time.sleep(600)")], 1, silence_s=60)
     monkeypatch.undo()
+    _wait_for_end(int(begun.read_text()))
+
+
+def test_a_terminated_run_leaves_nobody_behind(tmp_path):
+    """`timeout` sends SIGTERM, which no `finally` sees by itself."""
+    begun = tmp_path / "begun.out"
+    inner = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    code = (
+        "import sys; from pathlib import Path; from tests.processes import ROOT, Program, run_all; "
+        f"run_all([Program([sys.executable, '-c', {inner!r}], Path({str(begun)!r}))], 1, silence_s=600)"
+    )
+    outer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    while not (begun.exists() and begun.read_text().endswith("\n")):
+        assert outer.poll() is None
+        time.sleep(0.05)
+    outer.terminate()
+    assert outer.wait(timeout=60) == 128 + signal.SIGTERM
     _wait_for_end(int(begun.read_text()))
 
 
