@@ -193,17 +193,23 @@ class DenseSchedule(CompileTimeHandle):
         tokens, most = _FULL_GROUP if shape.mask == "full" else _CAUSAL_GROUP
         return maximum(minimum(tokens // shape.seqlen_q, most), 1)
 
-    def get_group(self, work_idx: int, num_streams: int, shape: ProblemShape) -> tuple[int, int, int]:
+    def get_group(
+        self, work_idx: int, num_streams: int, shape: ProblemShape, num_n_blocks: int | None = None
+    ) -> tuple[int, int, int]:
         """The group that claim number `work_idx` falls into, if the first `num_streams` streams are grouped.
+
+        Args:
+            num_n_blocks: KV tiles that each stream has in these claims; default: all of them.
 
         Returns:
             (place, first_stream, num_streams): claim number inside the group, its first stream and its size.
         """
+        num_n_blocks = shape.num_n_blocks if num_n_blocks is None else num_n_blocks
         heads_per_group = self.get_heads_per_group(shape)
-        group = work_idx // (heads_per_group * shape.num_n_blocks)
+        group = work_idx // (heads_per_group * num_n_blocks)
         first_stream = group * heads_per_group
         size = maximum(minimum(heads_per_group, num_streams - first_stream), 1)
-        return work_idx - first_stream * shape.num_n_blocks, first_stream, size
+        return work_idx - first_stream * num_n_blocks, first_stream, size
 
     def get_work_tile(self, work_idx: int, shape: ProblemShape) -> WorkTile:
         """Tile order: group by group; in a group ascending n_block, the streams taking turns window by window."""

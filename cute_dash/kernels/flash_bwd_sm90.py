@@ -39,8 +39,8 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
                                 awaited while (4) runs
     dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial, or of dQ, is staged
 
-dK and dV leave through the memory of sdS (`prefetch_KV`), so that the next K and V load during the epilogue, or, where
-that does not fit, through sK and sV.
+dK and dV leave through memory of their own (`prefetch_KV`), or dV through that of sdS (`dV_through_dS`), so that the
+next K and V load during the epilogue; or, where that does not fit, through sK and sV.
 
 The tiles have head_dim_padded columns, those of V, dO and dV head_dim_v_padded. Where the tensors have less, the TMA
 loads zeros for the columns beyond, which add nothing to S and dP, and leaves out those of dQ, dK and dV when it stores.

@@ -28,7 +28,7 @@ from schedules.symmetric_shift import SymmetricShift
 ROOT = Path(__file__).parents[2]
 SHIPPED = {
     *("baseline", "descending", "shift", "symmetric_shift", "shortest_first", "longest_first", "hybrid"),
-    *("auto", "auto_invariant", "unordered"),
+    *("passes", "auto", "auto_invariant", "unordered"),
 }
 CAUSAL = ProblemShape(1, 2, 256, 256, 64, 128, causal=True)
 

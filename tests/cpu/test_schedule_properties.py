@@ -18,6 +18,7 @@ from cute_dash.problem import MASKS, ProblemShape, Window, normalize_mask
 from cute_dash.schedule import DenseSchedule, Selector, WorkTile, get_tile_in_window
 from schedules.hybrid import Hybrid
 from schedules.longest_first import LongestFirst
+from schedules.passes import Passes
 from schedules.shift import Shift
 from schedules.shortest_first import ShortestFirst
 from schedules.symmetric_shift import SymmetricShift
@@ -33,6 +34,7 @@ VARIANTS = [
     Hybrid(tail_tiles=0),
     LongestFirst(heads_per_group=3),
     ShortestFirst(heads_per_group=5),
+    Passes(heads_per_group=3, num_passes=2, share=3),
 ]
 
 # 4 x 4 tiles of one token; 65 heads, so that `hybrid`, whose tail is 64 heads of 4 tiles, has both kinds
@@ -263,6 +265,28 @@ def test_hybrid_splits_streams():
     assert firsts == [0, 0, 3, 3, 3]
     tail = [schedule.get_work_tile(i, shape) for i in range(8, 20)]
     assert tail == [WorkTile(n_block, head, 0) for n_block in range(4) for head in (2, 3, 4)]
+
+
+def test_one_pass_is_shortest_first():
+    shape = ProblemShape(2, 5, 24, 20, 1, 2, causal=True)
+    assert expand(Passes(num_passes=1), shape) == expand(ShortestFirst(), shape)
+
+
+def test_passes_part_the_tiles():
+    """Ten tiles: the first five, half of the others, half of what is left, the rest."""
+    assert Passes().list_passes(ProblemShape(1, 1, 10, 10, 1, 1, causal=True)) == [(0, 5), (5, 8), (8, 9), (9, 10)]
+    shape = ProblemShape(1, 2, 5, 5, 1, 1, causal=True)
+    schedule = Passes(num_passes=2, heads_per_group=1)
+    claims = [schedule.get_work_tile(i, shape)[:2] for i in range(10)]
+    assert claims == [(2, 0), (1, 0), (0, 0), (2, 1), (1, 1), (0, 1), (4, 0), (3, 0), (4, 1), (3, 1)]
+    locks = [schedule.get_lock_value(4, WorkTile(n_block, 0, 0), shape) for n_block in range(5)]
+    assert locks == [2, 1, 0, 4, 3]
+
+
+@pytest.mark.parametrize("field", ["num_passes", "share"])
+def test_passes_refuse_other_numbers(field):
+    with pytest.raises(ValueError, match=f"{field}=0"):
+        Passes(**{field: 0})
 
 
 def test_schedule_files_import_the_contract_only():
