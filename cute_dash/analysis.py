@@ -12,6 +12,7 @@ of its tile are outstanding; 1 is the paper's model, in which the add ends befor
 """
 
 import heapq
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,11 +25,15 @@ class Interval(NamedTuple):
     """One step on the time axis: computing in [start, compute_end), adding to dQ in [add_start, end)."""
 
     tile: WorkTile
-    m_block: int
+    dq_tile: DQTile
     start: float
     compute_end: float
     add_start: float
     end: float
+
+    @property
+    def m_block(self) -> int:
+        return self.dq_tile.m_block
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,34 @@ def critical_path(schedule: Schedule, shape: ProblemShape, compute: float, reduc
     return simulate(schedule, shape, shape.num_n_blocks, compute, reduce).makespan
 
 
+def count_memory_traffic(timeline: Timeline, capacity: int) -> float:
+    """How often Q, dO and dQ come from memory or are begun there, on average; 1 is the least.
+
+    The L2 is modelled as one that keeps the `capacity` tiles that were used last. A step uses two when it begins: its Q
+    and dO, together one tile, and its dQ tile, which has as many bytes in fp32 as those in 16 bits. Of the 60 MB of an
+    H200 48 fit what was counted there: `hybrid` at head dim 128, 16k tokens, 4 heads at once moves 8.2 GB and has 22
+    here, which makes 9.1 GB (with 50 MB 16 and 6.7); 1 head at once 0.7 GB, here 1 and 0.6 (docs/performance.md).
+
+    Args:
+        timeline: what `simulate` found.
+        capacity: tiles that fit, at least 2.
+    """
+    _check_at_least("capacity", capacity, 2)
+    steps = sorted((step.start, step.dq_tile) for cta in timeline.ctas for step in cta)
+    kept: OrderedDict[tuple[bool, DQTile], None] = OrderedDict()
+    num_loaded = 0
+    for _, dq_tile in steps:
+        for used in ((False, dq_tile), (True, dq_tile)):
+            if used in kept:
+                kept.move_to_end(used)
+                continue
+            num_loaded += 1
+            kept[used] = None
+            if len(kept) > capacity:
+                kept.popitem(last=False)
+    return num_loaded / (2 * len({dq_tile for _, dq_tile in steps})) if steps else 1.0
+
+
 def table(schedule: Schedule, shape: ProblemShape, head_idx: int = 0, batch_idx: int = 0) -> str:
     """The order of one stream as text: rows = steps, columns = n_blocks, cell = m_block:lock_value.
 
@@ -176,8 +209,8 @@ class _Cta:
         return self.order.num_steps
 
     def get_intervals(self) -> list[Interval]:
-        m_blocks = (self.order.get_dq_tile(step).m_block for step in range(self.num_steps))
-        times = zip(m_blocks, self.starts, self.compute_ends, self.add_starts, self.ends, strict=True)
+        dq_tiles = map(self.order.get_dq_tile, range(self.num_steps))
+        times = zip(dq_tiles, self.starts, self.compute_ends, self.add_starts, self.ends, strict=True)
         return [Interval(self.order.tile, *step) for step in times]
 
 

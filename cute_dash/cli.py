@@ -130,7 +130,13 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _add_command(commands, "analyze", _analyze, "compare the schedules in the DAG model")
     _add_shape(command)
-    _add_model(command)
+    _add_model(command).add_argument(
+        "--l2",
+        type=_time,
+        default=48.0,
+        metavar="MB",
+        help="that keep Q, dO and dQ; default: 48, as on an H200 (of 60)",
+    )
     _add_json(command)
 
     command = _add_command(commands, "plot", _plot, "draw a schedule in the DAG model as a Gantt chart")
@@ -217,7 +223,7 @@ def _add_shape(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
+def _add_model(command: argparse.ArgumentParser) -> Any:
     group = command.add_argument_group("model")
     group.add_argument(
         "--num-sms", type=_positive, default=132, metavar="N", help="default: %(default)s, as on an H200"
@@ -230,6 +236,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dq-stages", type=_positive, default=1, metavar="N", help="dQ tiles that may wait per CTA (default: 1)"
     )
+    return group
 
 
 def _add_verify_options(command: argparse.ArgumentParser) -> None:
@@ -464,13 +471,15 @@ def _analyze(args: argparse.Namespace) -> int:
         print(_table([{**row, "note": textwrap.fill(row["note"], 80)} for row in rows]))
         print(
             f"\n{_describe(shape)} on {args.num_sms} SMs; times in units of compute={args.compute:g}, "
-            f"reduce={args.reduce:g}, latency={args.latency:g}; {args.dq_stages} dQ stage(s)"
+            f"reduce={args.reduce:g}, latency={args.latency:g}; {args.dq_stages} dQ stage(s)\n"
+            f"memory traffic: how often Q, dO and dQ come from memory, with an L2 that keeps the {args.l2:g} MB used last"
         )
     return _report_broken(broken.values())
 
 
 def _empty_row(name: str) -> dict[str, Any]:
-    return {"schedule": name, "critical_path": None, "makespan": None, "stall_share": None, "note": ""}
+    numbers = dict.fromkeys(("critical_path", "makespan", "stall_share", "memory_traffic"))
+    return {"schedule": name, **numbers, "note": ""}
 
 
 def _model_row(name: str, given: Schedule, shape: ProblemShape, args: argparse.Namespace) -> dict[str, Any]:
@@ -496,8 +505,17 @@ def _model_row(name: str, given: Schedule, shape: ProblemShape, args: argparse.N
         "critical_path": _critical_path(schedule, shape, args),
         "makespan": timeline.makespan,
         "stall_share": timeline.stall_share,
+        "memory_traffic": round(_count_memory_traffic(timeline, shape, args), 2),
         "note": "" if schedule.name == name else f"here: {schedule.name}",
     }
+
+
+def _count_memory_traffic(timeline: Any, shape: ProblemShape, args: argparse.Namespace) -> float:
+    from cute_dash import analysis
+    from cute_dash.config import get_config
+
+    columns = get_config(args.head_dim, shape.causal, shape.window is not None).head_dim_padded
+    return analysis.count_memory_traffic(timeline, max(int(args.l2 * 2**20) // (4 * shape.tile_m * columns), 2))
 
 
 def _critical_path(schedule: Schedule, shape: ProblemShape, args: argparse.Namespace) -> float | None:

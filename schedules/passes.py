@@ -1,21 +1,21 @@
 """`shortest_first` in passes: all streams' long KV tiles come first, their short ones later, batch invariant.
 
 Under a causal mask shortest first waits for nobody, but must end on the longest tile of a stream, of which half is lost
-when the SMs run dry. So the tiles are parted: a pass over all streams takes the longer half of each, the next one half
-of what is left, and so on (`share`, `num_passes`). Within a pass the order is that of `shortest_first`; the launch ends
-on short tiles, as in `hybrid`, but every stream has the same order. A tile waits for those of earlier passes, which
-were claimed long before where there are many streams; where there are few, or under other masks, `shortest_first` is
-as good, and with sequences of different lengths, whose passes follow each other at once, better. What it costs: Q, dO
-and dQ of the last rows come from memory once more in each pass.
+when the SMs run dry. So the tiles are parted: a pass over all streams takes the longest two thirds of each, the next
+one two thirds of what is left, and so on (`share`, `num_passes`). Within a pass the order is that of `shortest_first`;
+the launch ends on short tiles, as in `hybrid`, but every stream has the same order. A tile waits for those of earlier
+passes, which were claimed long before where there are many streams. Where there are few, or under other masks,
+`shortest_first` is as good, and with sequences of different lengths, whose passes follow each other at once, better.
+What it costs: Q, dO and dQ of the last rows come from memory once more in each pass.
 
 Order of 4 x 4 causal tiles (cell = m_block:lock_value):
 
      step  n=0  n=1  n=2  n=3
-        0  0:0  1:0  2:2  3:3
-        1  1:1  2:0  3:2    -
-        2  2:1  3:0    -    -
-        3  3:1    -    -    -
-    claim    1    0    2    3
+        0  0:0  1:0  2:0  3:3
+        1  1:1  2:1  3:0    -
+        2  2:2  3:1    -    -
+        3  3:2    -    -    -
+    claim    2    1    0    3
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Passes(DenseSchedule):
         share: each pass but the last leaves one in so many of its tiles to the next, the shortest ones; at least 2.
     """
 
-    num_passes: int = 4
-    share: int = 2
+    num_passes: int = 3
+    share: int = 3
 
     name: ClassVar[str] = "passes"
 

@@ -9,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_dash import registry
-from cute_dash.analysis import critical_path, simulate, table
+from cute_dash.analysis import count_memory_traffic, critical_path, simulate, table
 from cute_dash.check import ScheduleError, expand
 from cute_dash.problem import ProblemShape, Window
 from schedules.baseline import Baseline
 from schedules.descending import Descending
+from schedules.hybrid import Hybrid
+from schedules.longest_first import LongestFirst
+from schedules.passes import Passes
 from schedules.shift import Shift
 from schedules.shortest_first import ShortestFirst
 from schedules.symmetric_shift import SymmetricShift
@@ -160,6 +163,38 @@ def test_latency_by_hand():
     """Each of the n - 1 hand-overs of the first m_block costs the latency once."""
     shape = square(1, 4, causal=False)
     assert simulate(Baseline(), shape, 4, 5, 3, latency=2).makespan == 4 * 8 + 3 * (3 + 2)
+
+
+def test_memory_traffic_of_one_cta():
+    """Two KV tiles of three Q tiles, one after the other: 3 x 2 tiles are used in turn, and once more."""
+    timeline = simulate(Baseline(), ProblemShape(1, 1, 3, 2, 1, 1, causal=False), 1, 1, 0)
+    assert count_memory_traffic(timeline, 6) == 1
+    assert count_memory_traffic(timeline, 5) == count_memory_traffic(timeline, 2) == 2
+    with pytest.raises(ValueError, match="capacity=1 must be at least 2"):
+        count_memory_traffic(timeline, 1)
+
+
+def test_memory_traffic_with_grouped_heads_counts_each_query_head():
+    """Two query heads with tiles of their own, which never share."""
+    shape = ProblemShape(1, 1, 3, 2, 1, 1, causal=False, group_size=2)
+    timeline = simulate(Baseline(), shape, 1, 1, 0)
+    assert count_memory_traffic(timeline, 12) == 1 and count_memory_traffic(timeline, 6) == 2
+
+
+def test_heads_at_once_share_the_memory():
+    shape = ProblemShape(1, 8, 32, 16, 1, 2, causal=True)
+    few, many = (simulate(LongestFirst(heads_per_group=n), shape, 16, 1, 0) for n in (1, 8))
+    assert count_memory_traffic(few, 64) < 1.2 < 2 < count_memory_traffic(many, 64)
+
+
+def test_passes_end_on_short_tiles():
+    """Nearly as early as `hybrid`, and far before `shortest_first`, with one order for all streams."""
+    shape = ProblemShape(8, 16, 32, 32, 1, 2, causal=True)
+    passes, hybrid, shortest = (
+        simulate(schedule, shape, 132, 1, 0.25, latency=0.4, num_dq_stages=2).makespan
+        for schedule in (Passes(), Hybrid(), ShortestFirst())
+    )
+    assert passes < 1.01 * hybrid and passes < 0.96 * shortest
 
 
 @pytest.mark.parametrize("window", [Window(6, 0), Window(31, 0), Window(0, 0)], ids=str)

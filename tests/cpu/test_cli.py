@@ -203,6 +203,17 @@ def test_analyze_reacts_to_every_model_option(capsys):
     assert makespan("--heads", "8") > plain
 
 
+def test_analyze_shows_what_comes_from_memory_in_an_l2_of_a_size(capsys):
+    """16 heads of 2k tokens at head dim 128: 32 MB of Q, dO and dQ."""
+
+    def traffic(*options):
+        _, rows = run_json(capsys, "analyze", "--heads", "16", *options)
+        return next(row["memory_traffic"] for row in rows if row["schedule"] == "longest_first")
+
+    assert traffic() == traffic("--l2", "33") == 1.0
+    assert traffic("--l2", "4") > 1.5
+
+
 def test_analyze_of_nothing(capsys):
     assert main(["analyze", "--compute", "0", "--reduce", "0"]) == 2
     assert "must not both be 0" in capsys.readouterr().err

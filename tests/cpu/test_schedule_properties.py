@@ -34,7 +34,7 @@ VARIANTS = [
     Hybrid(tail_tiles=0),
     LongestFirst(heads_per_group=3),
     ShortestFirst(heads_per_group=5),
-    Passes(heads_per_group=3, num_passes=2, share=3),
+    Passes(heads_per_group=3, num_passes=4, share=2),
 ]
 
 # 4 x 4 tiles of one token; 65 heads, so that `hybrid`, whose tail is 64 heads of 4 tiles, has both kinds
@@ -273,10 +273,15 @@ def test_one_pass_is_shortest_first():
 
 
 def test_passes_part_the_tiles():
-    """Ten tiles: the first five, half of the others, half of what is left, the rest."""
-    assert Passes().list_passes(ProblemShape(1, 1, 10, 10, 1, 1, causal=True)) == [(0, 5), (5, 8), (8, 9), (9, 10)]
+    """Ten tiles: the left five, half of the others, half of what is left, the rest."""
+    assert Passes(num_passes=4, share=2).list_passes(ProblemShape(1, 1, 10, 10, 1, 1, causal=True)) == [
+        (0, 5),
+        (5, 8),
+        (8, 9),
+        (9, 10),
+    ]
     shape = ProblemShape(1, 2, 5, 5, 1, 1, causal=True)
-    schedule = Passes(num_passes=2, heads_per_group=1)
+    schedule = Passes(num_passes=2, share=2, heads_per_group=1)
     claims = [schedule.get_work_tile(i, shape)[:2] for i in range(10)]
     assert claims == [(2, 0), (1, 0), (0, 0), (2, 1), (1, 1), (0, 1), (4, 0), (3, 0), (4, 1), (3, 1)]
     locks = [schedule.get_lock_value(4, WorkTile(n_block, 0, 0), shape) for n_block in range(5)]
