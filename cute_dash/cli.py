@@ -472,7 +472,7 @@ def _analyze(args: argparse.Namespace) -> int:
         print(
             f"\n{_describe(shape)} on {args.num_sms} SMs; times in units of compute={args.compute:g}, "
             f"reduce={args.reduce:g}, latency={args.latency:g}; {args.dq_stages} dQ stage(s)\n"
-            f"memory traffic: how often Q, dO and dQ come from memory, with an L2 that keeps the {args.l2:g} MB used last"
+            f"memory traffic: how often Q, dO and dQ come from memory; the L2 keeps the {args.l2:g} MB used last"
         )
     return _report_broken(broken.values())
 
