@@ -111,7 +111,7 @@ def other_keys():
 
 
 def padded_keys():
-    """Every head dim that is padded, and one that is not, over masks, schedules and kinds of builds."""
+    """Every head dim that is padded, over masks, schedules and kinds of builds."""
     full, causal, local = (False, False), (True, False), (False, True)
     return [
         CompileKey(get_config(head_dim, *mask), registry.load(name), dtype, **options)
@@ -129,7 +129,7 @@ def padded_keys():
             (104, full, "baseline", "bfloat16", {}),
             (112, local, "hybrid", "bfloat16", dict(grouped=True)),
             (120, full, "longest_first", "bfloat16", dict(varlen=True)),
-            (128, causal, "passes", "bfloat16", dict(grouped=True)),
+            (112, causal, "passes", "bfloat16", dict(grouped=True)),
             (136, causal, "hybrid", "bfloat16", {}),
             (152, causal, "passes", "bfloat16", dict(varlen=True)),
             (160, local, "shortest_first", "bfloat16", dict(varlen=True)),
