@@ -113,9 +113,12 @@ def count_memory_traffic(timeline: Timeline, capacity: int) -> float:
     """How often Q, dO and dQ come from memory or are begun there, on average; 1 is the least.
 
     The L2 is modelled as one that keeps the `capacity` tiles that were used last. A step uses two when it begins: its Q
-    and dO, together one tile, and its dQ tile, which has as many bytes in fp32 as those in 16 bits. Of the 60 MB of an
-    H200 48 fit what was counted there: `hybrid` at head dim 128, 16k tokens, 4 heads at once moves 8.2 GB and has 22
-    here, which makes 9.1 GB (with 50 MB 16 and 6.7); 1 head at once 0.7 GB, here 1 and 0.6 (docs/performance.md).
+    and dO, together one tile, and its dQ tile, which has as many bytes in fp32 as those in 16 bits.
+
+    An H200 has 60 MB, of which 48 explain best what was counted there (docs/performance.md). At head dim 128 and 16k
+    tokens `hybrid` with 4 heads at once moves 8.2 GB; in the model (reduce 0.25, latency 0.4, 2 dQ stages) it is 22
+    times the least, so 9.1 GB. With 1 head at once it is 0.7 GB, in the model 1 and 0.6. Near its edge the result
+    depends on the capacity: with 46, 50 and 60 MB those 22 are 25, 16 and 5.
 
     Args:
         timeline: what `simulate` found.
@@ -154,11 +157,11 @@ def table(schedule: Schedule, shape: ProblemShape, head_idx: int = 0, batch_idx:
 
 def selection_table(selector: SelectingSchedule) -> str:
     """A selector's table as text: one row per class of shapes, in the order in which they are tried."""
-    rows = [["mask", "Q tile", "KV tiles", "schedule"]]
+    rows = [["mask", "Q x KV tile", "KV tiles", "schedule"]]
     for row in selector.table:
-        tile_m = "any" if row.tile_m is None else str(row.tile_m)
+        tile = " x ".join("any" if extent is None else str(extent) for extent in (row.tile_m, row.tile_n))
         tiles = "any" if row.max_n_blocks is None else f"<= {row.max_n_blocks}"
-        rows.append([row.mask, tile_m, tiles, repr(row.schedule)])
+        rows.append([row.mask, tile, tiles, repr(row.schedule)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

@@ -132,10 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_shape(command)
     _add_model(command).add_argument(
         "--l2",
-        type=_time,
+        type=_megabytes,
         default=48.0,
         metavar="MB",
-        help="that keep Q, dO and dQ; default: 48, as on an H200 (of 60)",
+        help="of the L2 that hold Q, dO and dQ (default: 48 of the 60 of an H200)",
     )
     _add_json(command)
 
@@ -310,6 +310,16 @@ def _tokens(text: str) -> int:
     except argparse.ArgumentTypeError:
         message = f"invalid token count {text!r}: it must be an integer of at least 1, such as 1000 or 4k"
         raise argparse.ArgumentTypeError(message) from None
+
+
+def _megabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 2**20:
+        raise argparse.ArgumentTypeError(f"invalid size {text!r}; allowed: a number of MB above 0, at most {2**20}")
+    return value
 
 
 def _window(text: str) -> tuple[int, int]:
@@ -505,7 +515,7 @@ def _model_row(name: str, given: Schedule, shape: ProblemShape, args: argparse.N
         "critical_path": _critical_path(schedule, shape, args),
         "makespan": timeline.makespan,
         "stall_share": timeline.stall_share,
-        "memory_traffic": round(_count_memory_traffic(timeline, shape, args), 2),
+        "memory_traffic": _count_memory_traffic(timeline, shape, args),
         "note": "" if schedule.name == name else f"here: {schedule.name}",
     }
 
@@ -853,6 +863,8 @@ def _cell(key: str, value: Any) -> Any:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if key == "memory_traffic":
+        return f"{value:.2f}"
     return f"{value:.1%}" if key.endswith("share") else value
 
 

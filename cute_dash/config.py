@@ -42,8 +42,8 @@ class BwdConfig:
         local: whether a sliding window is compiled in, instead of the causal or the full mask. Its sides are not: they
             are arguments of the kernel.
         head_dim_v: elements per head of V and dO; if 0 is given, head_dim.
-        prefetch_KV: dK and dV leave through memory of their own, instead of that of K and V, so that K and V of the
-            next work tile load meanwhile, and its first steps need not wait for them to have left.
+        prefetch_KV: dK and dV leave through the memory of dS, enlarged where it is too small, instead of that of K and
+            V, so that K and V of the next work tile load meanwhile.
         skip_hidden_keys: a warpgroup whose keys no query of a step sees computes its part of dQ only. It pays where Q
             tiles are shorter than KV tiles: half of the first step on a diagonal is hidden then.
         K_in_regs: K, as operand A of S^T, is read from shared memory once per work tile and kept in registers, not read
@@ -223,20 +223,10 @@ class BwdConfig:
 
     @property
     def dS_size(self) -> int:
-        """16-bit elements of the stages of dS."""
-        return self.num_dS_stages * self.tile_m * self.tile_n
-
-    @property
-    def dV_through_dS(self) -> bool:
-        """Whether dV leaves through the memory of dS, for want of room beside that of dK; see `prefetch_KV`."""
-        return self.prefetch_KV and self.head_dim_padded > 96
-
-    @property
-    def dKV_size(self) -> int:
-        """16-bit elements of the memory that only dK and dV have, or dK alone, on their way out."""
-        if not self.prefetch_KV:
-            return 0
-        return self.tile_n * (self.head_dim_padded + (0 if self.dV_through_dS else self.head_dim_v_padded))
+        """16-bit elements of the stages of dS, and of dK and dV where they leave through them."""
+        dS = self.num_dS_stages * self.tile_m * self.tile_n
+        dK_dV = self.tile_n * (self.head_dim_padded + self.head_dim_v_padded)
+        return max(dS, dK_dV) if self.prefetch_KV else dS
 
     @property
     def P_size(self) -> int:
@@ -250,7 +240,7 @@ class BwdConfig:
         q_elements, do_elements = self.tile_m * self.head_dim_padded, self.tile_m * self.head_dim_v_padded
         q_do = (self.num_stages * q_elements + self.num_stages_dO * do_elements) * element
         kv = self.tile_n * (self.head_dim_padded + self.head_dim_v_padded) * element
-        ds_p = (self.dS_size + self.P_size + self.dKV_size) * element
+        ds_p = (self.dS_size + self.P_size) * element
         dq = q_elements * fp32
         barriers = 256
         head = barriers + self.ones_size * element + self.num_stages * self.stats_size * fp32

@@ -249,13 +249,15 @@ class SelectorRow(NamedTuple):
     mask: str  # one of problem.MASKS
     max_n_blocks: int | None  # most KV tiles of a stream; None: any number
     schedule: Schedule
-    tile_m: int | None = None  # tokens of a Q tile, which tell the head dims apart; None: any
+    tile_m: int | None = None  # tokens of a Q tile and of a KV tile, which tell the head dims apart; None: any
+    tile_n: int | None = None
 
     def fits(self, shape: ProblemShape) -> bool:
         """Whether the row is for this shape."""
         return (
             self.mask == shape.mask
             and self.tile_m in (None, shape.tile_m)
+            and self.tile_n in (None, shape.tile_n)
             and (self.max_n_blocks is None or shape.num_n_blocks <= self.max_n_blocks)
         )
 

@@ -10,11 +10,11 @@ in which nobody waits. Measured at 8k tokens with windows of 1,024: 3% ahead of 
 
 The table (first row that fits; KV tiles of one stream):
 
-    mask    Q tile  KV tiles  schedule
-    causal  any     any       Hybrid(heads_per_group=0, tail_tiles=256)
-    full    128     <= 32     Hybrid(heads_per_group=0, tail_tiles=256)
-    full    any     any       ShortestFirst(heads_per_group=0)
-    local   any     any       ShortestFirst(heads_per_group=0)
+    mask    Q x KV tile  KV tiles  schedule
+    causal  any x any    any       Hybrid(heads_per_group=0, tail_tiles=256)
+    full    128 x any    <= 32     Hybrid(heads_per_group=0, tail_tiles=256)
+    full    any x any    any       ShortestFirst(heads_per_group=0)
+    local   any x any    any       ShortestFirst(heads_per_group=0)
 """
 
 from dataclasses import dataclass

@@ -48,7 +48,7 @@ class Passes(DenseSchedule):
     def list_passes(self, shape: ProblemShape) -> list[tuple[int, int]]:
         """The KV tiles [begin, end) of each pass; none, where there are few."""
         num_n = shape.num_n_blocks
-        ends = [num_n - num_n // self.share**i for i in range(1, self.num_passes)]
+        ends = [num_n - num_n // min(self.share**i, 2**31 - 1) for i in range(1, self.num_passes)]
         return list(zip([0, *ends], [*ends, num_n], strict=True))
 
     def get_work_tile(self, work_idx: int, shape: ProblemShape) -> WorkTile:

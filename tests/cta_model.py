@@ -93,11 +93,6 @@ class Cta:
         self.sdS, self.sP = (self.make_buffers(name, config.num_dS_stages) for name in ("sdS", "sP"))
         self.sdQ, self.sWork = self.make_buffers("sdQ", NUM_MMA_WARPGROUPS), self.make_buffers("sWork", NUM_WORK_STAGES)
         (self.sK,), (self.sV,), (self.sDuty,) = (self.make_buffers(name, 1) for name in ("sK", "sV", "sDuty"))
-        self.sdK, self.sdV = [self.sK], [self.sV]
-        if config.prefetch_KV:
-            self.sdK, self.sdV = self.make_buffers("sdK", 1), self.make_buffers("sdV", 1)
-        if config.dV_through_dS:
-            self.sdV = self.sdS
         self.claimed = {}  # what is in sWork: the steps, None at the end
         self.duty = None  # what is in sDuty: the Turn
         self.dKV_group = BulkGroup(kernel)
@@ -244,6 +239,8 @@ class Cta:
                 self.work.arrive_empty(work_it)
             if self.config.local and bug != "MMA runs ahead of LOAD":
                 yield from self.KV.wait_full(work_it)
+            if self.config.prefetch_KV:
+                yield from self.wait_dKV_sent(warp, turns)
             if self.config.K_in_regs and turns:
                 yield from self.Q.wait_full(it)
                 self.sK.begin_read(("K", work_it))
@@ -258,6 +255,16 @@ class Cta:
             if bug != "a CTA exits while dK and dV are being read":
                 yield from self.dKV_group.wait(read=True)
             self.dKV_group.check_exit()
+
+    def wait_dKV_sent(self, warp, turns):
+        bug = self.kernel.bug
+        if bug == "dK and dV are not awaited":
+            return
+        if bug == "a tile without steps does not wait for dK and dV" and not turns:
+            return
+        if warp == 0:
+            yield from self.dKV_group.wait(read=True)
+        yield from self.epilogue.sync(warp)
 
     def mma_step(self, warp, it, work_it):
         stage, stage_dO = it % self.config.num_stages, it % self.config.num_stages_dO
@@ -314,41 +321,21 @@ class Cta:
         self.dQ_full[warpgroup][it & 1].arrive(warp)
 
     def write_dKV(self, warp, work_it):
-        prefetches, bug = self.config.prefetch_KV, self.kernel.bug
-        early = bug == "K and V are released before all have read them"
-        if early and warp == 0:
-            self.KV.arrive_empty(work_it)
-        if prefetches and bug != "dK and dV are not awaited":
-            yield from self.wait_dKV_sent(warp)
-        yield from self.epilogue.sync(warp)
-        if prefetches and not early and warp == 0:
-            self.KV.arrive_empty(work_it)
-        self.write_gradient(self.sdV, "dV", work_it)
-        if self.config.dV_through_dS:
-            yield from self.epilogue.sync(warp)
-            self.store_gradient(warp, self.sdV, "dV", work_it)
-        self.write_gradient(self.sdK, "dK", work_it)
-        if self.config.dV_through_dS and bug != "dV is not awaited":
-            yield from self.wait_dKV_sent(warp)
-        yield from self.epilogue.sync(warp)
-        if not self.config.dV_through_dS:
-            self.store_gradient(warp, self.sdV, "dV", work_it)
-        self.store_gradient(warp, self.sdK, "dK", work_it)
-        if not prefetches:
-            if bug != "K and V are loaded over dK and dV":
-                yield from self.wait_dKV_sent(warp)
+        prefetches, bug, dKV = self.config.prefetch_KV, self.kernel.bug, ("dKV", work_it)
+        buffers = self.sdS if prefetches else (self.sK, self.sV)
+        if early := bug == "K and V are released before all have read them":
             if warp == 0:
                 self.KV.arrive_empty(work_it)
-
-    def wait_dKV_sent(self, warp):
-        if warp == 0:
-            yield from self.dKV_group.wait(read=True)
-
-    def write_gradient(self, buffers, name, work_it):
+        yield from self.epilogue.sync(warp)
+        if prefetches and warp == 0 and not early:
+            self.KV.arrive_empty(work_it)
         for buffer in buffers:
-            buffer.write((name, work_it), NUM_MMA_WARPS, 1)
-
-    def store_gradient(self, warp, buffers, name, work_it):
+            buffer.write(dKV, NUM_MMA_WARPS, 1)
+        yield from self.epilogue.sync(warp)
         if warp == 0:
             for buffer in buffers:
-                self.dKV_group.copy_out(buffer, (name, work_it))
+                self.dKV_group.copy_out(buffer, dKV)
+            if not prefetches:
+                if bug != "K and V are loaded over dK and dV":
+                    yield from self.dKV_group.wait(read=True)
+                self.KV.arrive_empty(work_it)

@@ -57,7 +57,7 @@ BUDGET = 2.0  # times the error of fp64 with the unavoidable roundings
 FILLS = (0xFF, 0x7F)  # NaN; 3.4e38
 EDGES = (1, 2, 3, 63, 64, 65, 79, 80, 81, 127, 128, 129, 159, 160, 161, 255, 256, 257, 383, 384, 385, 640, 1024)
 STUCK_S = 180.0
-WARM_S = 900.0  # in which a process must have compiled its part of the kernels
+WARM_S = 3600.0  # in which a process must have compiled its part of the kernels
 PROGRESS = "progress "  # begins a line of a process that runs a part of the cases; others are not for its parent
 
 
@@ -781,7 +781,7 @@ def warm(num_processes: int) -> None:
         for part in range(num_processes)
     ]
     if any(ended.status != 0 for ended in run_all(parts, num_processes, WARM_S)):
-        raise RuntimeError("a process that compiles kernels failed")
+        raise RuntimeError(f"a process that compiles kernels failed, or took more than {WARM_S:.0f} s")
 
 
 def warm_part(keys: list[Key]) -> None:

@@ -50,7 +50,7 @@ def run_all(programs: Sequence[Program], num_at_once: int, silence_s: float) -> 
         How each of `programs` ended.
     """
     waiting, running, ended = deque(enumerate(programs)), dict[int, _Running](), dict[int, Ended]()
-    with _exit_when_terminated():
+    with _note_termination() as signals:
         try:
             while waiting or running:
                 while waiting and len(running) < num_at_once:
@@ -61,6 +61,8 @@ def run_all(programs: Sequence[Program], num_at_once: int, silence_s: float) -> 
                         ended[index] = end
                         del running[index]
                 time.sleep(POLL_S)
+                if signals:
+                    sys.exit(128 + signals[0])
         finally:  # nothing may stay on the GPU when this process is interrupted
             for process in running.values():
                 process.kill()
@@ -68,16 +70,20 @@ def run_all(programs: Sequence[Program], num_at_once: int, silence_s: float) -> 
 
 
 @contextlib.contextmanager
-def _exit_when_terminated() -> Iterator[None]:
-    """SIGTERM, which `timeout` sends, raises SystemExit: by default it ends a process without its `finally`."""
+def _note_termination() -> Iterator[list[int]]:
+    """Yields a list to which SIGTERM comes, where it would end the process without its `finally`.
+
+    Nothing else happens then: `timeout` sends it twice, and the second one must not break off what the first began.
+    """
+    signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # the only one that may say what a signal does
-        yield
+        yield signals
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
-        yield
+        yield signals
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 class _Running:

@@ -39,8 +39,8 @@ Pipelines (producer -> consumers; full: what arrives; empty: who arrives):
                                 awaited while (4) runs
     dQFull[warpgroup][parity]   MMA warpgroup -> store warp: its half of the dQ partial, or of dQ, is staged
 
-dK and dV leave through memory of their own (`prefetch_KV`), or dV through that of sdS (`dV_through_dS`), so that the
-next K and V load during the epilogue; or, where that does not fit, through sK and sV.
+dK and dV leave through the memory of sdS (`prefetch_KV`), so that the next K and V load during the epilogue, or, where
+that does not fit, through sK and sV.
 
 The tiles have head_dim_padded columns, those of V, dO and dV head_dim_v_padded. Where the tensors have less, the TMA
 loads zeros for the columns beyond, which add nothing to S and dP, and leaves out those of dQ, dK and dV when it stores.
@@ -226,7 +226,6 @@ class FlashAttentionBackwardSm90:
             sdS: tile(element, config.dS_size)
             sP: tile(element, config.P_size)
             sdQ: tile(Float32, config.tile_m * config.head_dim_padded)
-            sdKV: tile(element, config.dKV_size)
 
         return SharedStorage
 
@@ -282,11 +281,9 @@ class FlashAttentionBackwardSm90:
         sV = storage.sV.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
         sdK, sdV, sP, sOnes = sK, sV, None, None
         if config.prefetch_KV:
-            sdK = storage.sdKV.get_tensor(layouts.K.outer, swizzle=layouts.K.inner)
-            memory_dV = storage.sdS if config.dV_through_dS else storage.sdKV
-            sdV = memory_dV.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
-            if not config.dV_through_dS:
-                sdV = cute.make_tensor(sdV.iterator + config.tile_n * config.head_dim_padded, sdV.layout)
+            sdV = storage.sdS.get_tensor(layouts.V.outer, swizzle=layouts.V.inner)
+            sdK = storage.sdS.get_tensor(layouts.K.outer, swizzle=layouts.K.inner)
+            sdK = cute.make_tensor(sdK.iterator + config.tile_n * config.head_dim_v_padded, sdK.layout)
         if config.split_columns:
             sP = storage.sP.get_tensor(layouts.dS.outer, swizzle=layouts.dS.inner)
         if config.stats_by_gemm:
@@ -734,6 +731,8 @@ class FlashAttentionBackwardSm90:
             acc_dV.fill(0.0)
             if const_expr(self.config.local):
                 rings.KV.wait_full(work_it)
+            if const_expr(self.config.prefetch_KV):
+                self.wait_dKV_sent()
             if const_expr(self.config.K_in_regs):
                 if num_steps > 0:
                     rings.Q.wait_full(it)
@@ -1029,8 +1028,6 @@ class FlashAttentionBackwardSm90:
         tiles = wgmma.get_tiles(self.config)
         gdK = cute.local_tile(gmem.mdK[None, None, tile.head_idx, tile.batch_idx], tiles.K, (tile.n_block, 0))
         gdV = cute.local_tile(gmem.mdV[None, None, tile.head_idx, tile.batch_idx], tiles.V, (tile.n_block, 0))
-        if const_expr(self.config.prefetch_KV):
-            self.wait_dKV_sent()  # those of the work tile before
         # every warpgroup has read sK, sV and sdS for the last time
         self.sync_epilogue()
         if const_expr(self.config.prefetch_KV):
@@ -1039,45 +1036,33 @@ class FlashAttentionBackwardSm90:
         # n_block is no less than 0, which the compiler does not know, as in `finish_piece`
         tidx = context.tidx + minimum(tile.n_block, 0)
         self.write_gradient(context.gemm_dV, acc_dV, smem.sdV, tidx)
-        if const_expr(self.config.dV_through_dS):
-            # on its way while dK is written, so that the next step finds sdS free
-            self.sync_gradient()
-            self.store_gradient(atoms.dV, smem.sdV, gdV)
         self.write_gradient(context.gemm_dK, acc_dK, smem.sdK, tidx)
-        if const_expr(self.config.dV_through_dS):
-            self.wait_dKV_sent()
-        self.sync_gradient()
-        if const_expr(not self.config.dV_through_dS):
+        self.sync_epilogue()
+        if self.is_first_mma_warp():
             self.store_gradient(atoms.dV, smem.sdV, gdV)
-        self.store_gradient(atoms.dK, smem.sdK, gdK)
-        if const_expr(not self.config.prefetch_KV):
-            self.wait_dKV_sent()
-            if self.is_first_mma_warp():
+            self.store_gradient(atoms.dK, smem.sdK, gdK)
+            cute.arch.cp_async_bulk_commit_group()
+            if const_expr(not self.config.prefetch_KV):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
                 ring_KV.arrive_empty(work_it)
 
     @cute.jit
     def wait_dKV_sent(self):
-        """Waits until dK and dV, as far as stored, have left shared memory; only the warp that has stored them does."""
+        """Waits until dK and dV of the work tile before have left sdS, so that steps may write there."""
         if self.is_first_mma_warp():
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.sync_epilogue()
 
     def write_gradient(self, gemm: Gemm, acc: cute.Tensor, sdX: cute.Tensor, tidx: Int32):
         """Rounds this thread's part of dK or dV into shared memory."""
         tiled_copy, tRS_sdX = wgmma.make_store_C(gemm.tiled_mma, sdX, tidx, transpose=self.config.swap_operands)
         wgmma.store_C(tiled_copy, wgmma.round_registers(acc, self.dtype), tRS_sdX)
-
-    def sync_gradient(self):
-        """Waits until all have written their parts, which bulk copies may read then."""
         cute.arch.fence_view_async_shared()
-        self.sync_epilogue()
 
-    @cute.jit
     def store_gradient(self, atom: cute.CopyAtom, sdX: cute.Tensor, gdX: cute.Tensor):
-        """Starts the copy of dK or dV to global memory: one warp for all, behind a barrier of theirs."""
-        if self.is_first_mma_warp():
-            tdXsdX, tdXgdX = partition_tma(atom, sdX, gdX)
-            cute.copy(atom, tdXsdX, tdXgdX)
-            cute.arch.cp_async_bulk_commit_group()
+        """Starts the copy of dK or dV to global memory. Called by a whole warp."""
+        tdXsdX, tdXgdX = partition_tma(atom, sdX, gdX)
+        cute.copy(atom, tdXsdX, tdXgdX)
 
     def sync_epilogue(self):
         cute.arch.barrier(barrier_id=NamedBarrierBwd.Epilogue.value, number_of_threads=self.num_mma_threads)

@@ -11,7 +11,6 @@ COLORS = {
     "sV": "#88c97f",
     "sdS": "#eeca3b",
     "sdQ": "#e45756",
-    "sdKV": "#b8963e",
     "sStats": "#9d9da1",
     "sOnes": "#c4c4c8",
     "barriers": "#555555",
@@ -46,7 +45,6 @@ def list_parts(config: BwdConfig) -> dict[str, int]:
         "sV": kv,
         "sdS": config.dS_size * element,
         "sdQ": config.tile_m * config.head_dim_padded * fp32,
-        "sdKV": config.dKV_size * element,
         "sStats": config.num_stages * config.stats_size * fp32,
         "sOnes": config.ones_size * element,
     }
@@ -66,7 +64,7 @@ def draw() -> Any:
             width = num_bytes / 1024
             axes.barh(row, width, left=left, color=COLORS[name], edgecolor="white", linewidth=0.8, height=0.62)
             if width > 7:
-                label = f"{name}, at the end dV" if name == "sdS" and config.dV_through_dS else name
+                label = f"{name}, at the end dK and dV" if name == "sdS" and config.prefetch_KV else name
                 text = f"{label}\n{width:.0f}"
                 axes.text(left + width / 2, row, text, ha="center", va="center", fontsize=7.5, color="black")
             left += width

@@ -69,14 +69,14 @@ def test_sequences_of_different_lengths(name, mask):
 # the rule that is broken: configuration, mask, and what the model says of it
 BUGS = {
     "MMA runs ahead of LOAD": ("hd64", "local", "standstill"),
-    "dK and dV are not awaited": ("hd64", "local", "sd[KV]: .'d[KV]', .* overwritten by .'d[KV]'"),
-    "dV is not awaited": ("hd128", "full", "sdS: .'dV', .* overwritten by .'dS'"),
+    "a tile without steps does not wait for dK and dV": ("hd64", "local", "sdS: .'dKV', .* overwritten by .'dKV'"),
+    "dK and dV are not awaited": ("hd64", "full", "sdS: .'dKV', .* overwritten by .'dS'"),
     "dQ is written while others read the sum": ("hd64", "full", "sdQ: .'sum', .* overwritten by .'dQ'"),
     "the staging buffer is not awaited": ("hd64", "full", "sDuty: .* overwritten|sdQ: .* overwritten"),
     "the work slot is released before it is read again": ("hd64", "local", "sWork: .* overwritten"),
     "K is not announced": ("hd64", "full", "sK: .'K', 0. is read|standstill"),
     "K and V are released before all have read them": ("hd64", "full", "s[KV]: .'[KV]', .* overwritten by .'[KV]'"),
-    "K and V are loaded over dK and dV": ("hd192", "full", "s[KV]: .'d[KV]', .* overwritten by .'[KV]'"),
+    "K and V are loaded over dK and dV": ("hd192", "full", "s[KV]: .'dKV', .* overwritten by .'[KV]'"),
     "a CTA exits while dK and dV are being read": ("hd64", "full", "exits"),
     "P and dS are written over those of the step before": (
         "hd192_128",

@@ -214,6 +214,13 @@ def test_analyze_shows_what_comes_from_memory_in_an_l2_of_a_size(capsys):
     assert traffic("--l2", "4") > 1.5
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e308", "x"])
+def test_sizes_of_an_l2_that_there_are_not(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["analyze", f"--l2={text}"])
+    assert f"invalid size {text!r}; allowed: a number of MB above 0" in capsys.readouterr().err
+
+
 def test_analyze_of_nothing(capsys):
     assert main(["analyze", "--compute", "0", "--reduce", "0"]) == 2
     assert "must not both be 0" in capsys.readouterr().err

@@ -70,17 +70,20 @@ def test_an_interrupted_run_leaves_nobody_behind(make_program, tmp_path, monkeyp
 
 
 def test_a_terminated_run_leaves_nobody_behind(tmp_path):
-    """`timeout` sends SIGTERM, which no `finally` sees by itself."""
+    """`timeout` sends SIGTERM, which no `finally` sees by itself, to the process and then to its group."""
     begun = tmp_path / "begun.out"
     inner = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     code = (
         "import sys; from pathlib import Path; from tests.processes import ROOT, Program, run_all; "
-        f"run_all([Program([sys.executable, '-c', {inner!r}], Path({str(begun)!r}))], 1, silence_s=600)"
+        f"sleeper = Program(['sleep', '600'], Path({str(tmp_path / 'sleeper')!r})); "
+        f"first = Program([sys.executable, '-c', {inner!r}], Path({str(begun)!r})); "
+        "run_all([first, sleeper, sleeper], 3, silence_s=600)"
     )
     outer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while not (begun.exists() and begun.read_text().endswith("\n")):
         assert outer.poll() is None
         time.sleep(0.05)
+    outer.terminate()
     outer.terminate()
     assert outer.wait(timeout=60) == 128 + signal.SIGTERM
     _wait_for_end(int(begun.read_text()))

@@ -19,6 +19,7 @@ import cute_dash
 import schedules
 from cute_dash import ops, registry
 from cute_dash.check import check
+from cute_dash.config import get_config
 from cute_dash.problem import ProblemShape, Window
 from cute_dash.schedule import DenseSchedule, Schedule, SelectingSchedule, SelectorRow
 from schedules.hybrid import Hybrid
@@ -337,6 +338,23 @@ def test_every_exception_survives_pickling():
 
 def list_subclasses(cls):
     return [other for direct in cls.__subclasses__() for other in (direct, *list_subclasses(direct))]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "name", "heads"),
+    [
+        (128, 2048, "shortest_first", 0),
+        (128, 2049, "longest_first", 32),
+        (192, 6144, "shortest_first", 0),
+        (192, 6145, "longest_first", 16),
+        (64, 8192, "shortest_first", 0),
+        (64, 8193, "longest_first", 32),
+    ],
+)
+def test_rows_of_a_selector_tell_tiles_apart(head_dim, seqlen, name, heads):
+    shape = get_config(head_dim, True).make_shape(1, 2, seqlen, seqlen)
+    schedule = registry.resolve("auto_invariant", shape)
+    assert (schedule.name, schedule.heads_per_group) == (name, heads)
 
 
 def test_resolve_selects_a_concrete_schedule():

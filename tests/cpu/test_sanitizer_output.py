@@ -279,7 +279,7 @@ def test_roles_of_threads():
 def test_buffers_of_addresses(buffers):
     """Two that were seen in a run at head dim 64, the first and the last byte, and those around them."""
     names = [name_buffer(address, buffers) for address in (0x4D0, 0x29000, 0x400, 0x400 + buffers[-1].end - 1)]
-    assert names == ["sDuty", "sdQ", "ring_Q", "sdKV"]
+    assert names == ["sDuty", "sdQ", "ring_Q", "sdQ"]
     for address in (0x3FF, 0x400 + buffers[-1].end):
         assert re.fullmatch("outside the storage, 0x[0-9a-f]+", name_buffer(address, buffers))
 
