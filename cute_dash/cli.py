@@ -313,10 +313,7 @@ def _tokens(text: str) -> int:
 
 
 def _megabytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 < value <= 2**20:
         raise argparse.ArgumentTypeError(f"invalid size {text!r}; allowed: a number of MB above 0, at most {2**20}")
     return value
@@ -350,11 +347,16 @@ def _at_least_one(text: str, what: str, allowed: str) -> int:
     return int(text)
 
 
-def _time(text: str) -> float:
+def _number(text: str) -> float:
+    """NaN for what is none."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = math.nan
+        return math.nan
+
+
+def _time(text: str) -> float:
+    value = _number(text)
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"invalid time {text!r}: it must be a finite number of at least 0")
     return value

@@ -133,11 +133,9 @@ def busy_neighbour(subject: Subject, num_runs: int) -> Iterator[Sample]:
 
     They are a graph: launched one by one they might end as fast as a slow host launches them.
     """
-    neighbour, matmuls = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     a = torch.randn(2048, 2048, dtype=torch.bfloat16, device="cuda")
-    neighbour.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(neighbour):
-        product = torch.mm(a, a)  # the set-up of the library, its memory for this stream too, cannot be recorded
+    product = torch.mm(a, a)  # the set-up of the library, which cannot be recorded
+    neighbour, matmuls = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     # a matmul takes at least 20 us and the backward, beside it, may take several times as long as alone
     num_matmuls = min(4 + int(4 * _measure_ms(subject) / 0.02), 2000)
     with torch.cuda.graph(matmuls, stream=neighbour):
